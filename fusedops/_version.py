@@ -1,0 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that holds the version."""
+
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which path a call takes, and how to watch it.
+
+``kernel_obstacle(tensor)`` says why Triton kernels cannot serve a tensor (None: they can).
+``count_calls()`` counts, while it is entered, how often each operator ran and on which path.
+"""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+__all__ = ["DISABLED", "INTERPRETED", "count_calls", "kernel_obstacle", "log_once"]
+
+logger = logging.getLogger("fusedops")
+
+DISABLED = os.environ.get("FUSEDOPS_DISABLE", "0") not in ("", "0")
+"""FUSEDOPS_DISABLE=1, read at import: functions run the reference, patched norms their original."""
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+"""TRITON_INTERPRET=1, read at import: the kernels run on the CPU under Triton's interpreter."""
+
+try:
+    import triton.language  # noqa: F401
+
+    TRITON_OBSTACLE: str | None = None
+except Exception as error:  # a broken or foreign `triton` must not break CPU use
+    TRITON_OBSTACLE = f"Triton cannot be imported ({type(error).__name__}: {error})"
+
+_logged: set[str] = set()
+_counters: list[Counter[tuple[str, str]]] = []
+
+
+def log_once(reason: str) -> None:
+    """Log a reason for a fallback, the first time it is met in this process."""
+    if reason not in _logged:
+        _logged.add(reason)
+        logger.info(reason)
+
+
+def kernel_obstacle(tensor: Tensor) -> str | None:
+    """Why the Triton kernels cannot run on ``tensor``'s device, or None when they can."""
+    if DISABLED:
+        return "FUSEDOPS_DISABLE is set"
+    if TRITON_OBSTACLE is not None:
+        return TRITON_OBSTACLE
+    if tensor.device.type == "cuda" or (tensor.device.type == "cpu" and INTERPRETED):
+        return None
+    return f"no kernels for device type {tensor.device.type!r}"
+
+
+@contextmanager
+def count_calls() -> Iterator[Counter[tuple[str, str]]]:
+    """Count operator calls: a Counter of ``(operator, path)``.
+
+    ``operator`` is the public function's name, ``path`` one of ``"triton"``, ``"interpreter"``
+    and ``"reference"``. Only forward calls of the operators themselves count.
+    """
+    counter: Counter[tuple[str, str]] = Counter()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        _counters.remove(counter)
+
+
+def record(operator: str, path: str) -> None:
+    """Add one call to every counter in use; callers check ``_counters`` first."""
+    for counter in _counters:
+        counter[operator, path] += 1
