@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make test` and `make demo` need Python 3.11 or newer, a package index and nothing else: each
+# makes its own environment from constraints.txt the first time and uses it again afterwards.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_VENV ?= .venv-demo
+CACHE ?= .cache
+# Where lint takes ruff and mypy from; `BIN=` takes them from PATH.
+BIN ?= $(VENV)/bin/
+# One worker a core of a small machine, and one thread a worker.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+export HF_HUB_OFFLINE = 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: test lint typecheck bench demo clean
+
+test: lint
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready
+	$(BIN)ruff check .
+	$(BIN)ruff format --check .
+	$(MAKE) --no-print-directory typecheck
+
+# mypy knows a package by its folder. kernels/ and integrations/ are parts of fusedops by setup.cfg
+# only, so it is shown a folder of links in which they are so by place.
+TYPED = build/typecheck
+typecheck:
+	rm -rf $(TYPED) && mkdir -p $(TYPED)/fusedops
+	ln -s $(CURDIR)/fusedops/*.py $(CURDIR)/fusedops/py.typed $(TYPED)/fusedops
+	ln -s $(CURDIR)/kernels $(CURDIR)/integrations $(TYPED)/fusedops
+	cd $(TYPED) && $(if $(findstring /,$(BIN)),$(abspath $(BIN))/)mypy \
+		--config-file $(CURDIR)/setup.cfg --cache-dir $(CURDIR)/.mypy_cache -p fusedops
+
+demo:
+	PYTHON=$(PYTHON) VENV=$(DEMO_VENV) CACHE=$(CACHE) MAKE="$(MAKE) --no-print-directory" \
+		sh examples/demo.sh
+
+clean:
+	rm -rf $(VENV) $(DEMO_VENV) $(CACHE) build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The build backend is installed first and from the same pins, so that building fetches nothing.
+define environment
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("the pinned versions need \
+	Python 3.11 or newer; this is " + sys.version.split()[0] + " (PYTHON=... names another)")'
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt setuptools
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[$(1),$(2)]'
+	touch $@
+endef
+
+$(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
+	$(call environment,test,dev)
+
+$(DEMO_VENV)/.ready: setup.cfg pyproject.toml constraints.txt
+	$(call environment,hf,cli)
