@@ -8,12 +8,25 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.nn import Parameter
 
-__all__ = ["DISABLED", "INTERPRETED", "count_calls", "kernel_obstacle", "log_once"]
+__all__ = [
+    "DISABLED",
+    "INTERPRETED",
+    "count_calls",
+    "is_plain",
+    "is_traced",
+    "kernel_obstacle",
+    "log_once",
+    "record",
+    "transforms_active",
+]
 
 logger = logging.getLogger("fusedops")
 
@@ -52,6 +65,32 @@ def kernel_obstacle(tensor: Tensor) -> str | None:
     return f"no kernels for device type {tensor.device.type!r}"
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a kernel may read this object's memory: a Tensor or Parameter, no subclass."""
+    return type(tensor) is Tensor or type(tensor) is Parameter
+
+
+def transforms_active() -> bool:
+    """Whether torch.func (vmap, grad, jvp) or forward-mode AD may have wrapped a tensor.
+
+    Such tensors are exactly of type Tensor, so that the type does not tell.
+    """
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def is_traced(tensors: Iterable[Tensor]) -> bool:
+    """Whether a mode, a jit trace or a fake tensor must see an operator, not a launch."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or any(isinstance(tensor, FakeTensor) for tensor in tensors)
+    )
+
+
 @contextmanager
 def count_calls() -> Iterator[Counter[tuple[str, str]]]:
     """Count operator calls: a Counter of ``(operator, path)``.
@@ -68,6 +107,6 @@ def count_calls() -> Iterator[Counter[tuple[str, str]]]:
 
 
 def record(operator: str, path: str) -> None:
-    """Add one call to every counter in use; callers check ``_counters`` first."""
+    """Add one call to every counter in use; there are none as a rule."""
     for counter in _counters:
         counter[operator, path] += 1

@@ -98,9 +98,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """``(rms_norm(residual + x), residual + x)``; see `fusedops.add_rms_norm`."""
     summed = residual + x
-    y = rms_norm(
-        summed, weight, eps, weight_offset=weight_offset, cast=cast, out_dtype=out_dtype
-    )
+    y = rms_norm(summed, weight, eps, weight_offset=weight_offset, cast=cast, out_dtype=out_dtype)
     return y, summed
 
 

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels on tensors of any layout, and the autograd Function around them."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedops import dispatch, reference
+from fusedops.layout import ROW_MAJOR, as_rows, result_layout
+
+__all__ = ["NormFunction", "Outputs", "Spec", "kernel_backward", "kernel_forward"]
+
+
+class Spec(NamedTuple):
+    """What distinguishes one norm from another.
+
+    centered: LayerNorm; otherwise RMSNorm.
+    cast_input: the normalised value is rounded to the row's dtype before the weight product.
+    weight_offset: added to the weight in fp32.
+    y_dtype: dtype of y.
+    row_major: y is contiguous; otherwise it lies as an elementwise function of the row would.
+    """
+
+    centered: bool
+    cast_input: bool
+    weight_offset: float
+    y_dtype: torch.dtype
+    row_major: bool
+
+
+class Outputs(NamedTuple):
+    """y and summed have the input's shape; mean and rstd (n_rows,) are for the backward."""
+
+    y: Tensor
+    summed: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+
+
+def kernel_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    spec: Spec,
+    *,
+    save_statistics: bool,
+) -> Outputs:
+    """Run the forward kernel; statistics are allocated only where a backward will want them."""
+    from fusedops.kernels.launch import launch_forward
+
+    sum_dtype, summed, layout = x.dtype, None, ROW_MAJOR
+    if residual is not None or not spec.row_major:
+        layout = result_layout(x, residual)
+    if residual is not None:
+        sum_dtype = torch.promote_types(x.dtype, residual.dtype)
+        summed = layout.empty(x.shape, sum_dtype, x.device)
+    y = layout.empty(x.shape, spec.y_dtype, x.device)
+    mean = rstd = None
+    if save_statistics:
+        n_rows = x.numel() // x.shape[-1]
+        dtype = reference.compute_dtype(sum_dtype)
+        rstd = torch.empty(n_rows, dtype=dtype, device=x.device)
+        mean = torch.empty_like(rstd) if spec.centered else None
+    x_rows, residual_rows = as_rows((x, residual), layout.order)
+    launch_forward(
+        x_rows,
+        residual_rows,
+        unit_stride(weight),
+        unit_stride(bias),
+        y,
+        summed,
+        mean,
+        rstd,
+        eps,
+        centered=spec.centered,
+        cast_input=spec.cast_input,
+        weight_offset=spec.weight_offset,
+    )
+    if spec.row_major:
+        y = y.contiguous()
+    else:
+        y = layout.finish(y)
+    if summed is not None:
+        summed = layout.finish(summed)
+    return Outputs(y, summed, mean, rstd)
+
+
+def kernel_backward(
+    dy: Tensor,
+    dsum: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight_offset: float,
+    row_major: bool,
+    *,
+    needs_ds: bool,
+    dweight_dtype: torch.dtype | None,
+    dbias_dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Run the backward kernels: (ds, dweight, dbias), None for what is not asked for.
+
+    ``row_major`` tells the order of mean and rstd: that of the rows' indices, else of their memory.
+    """
+    from fusedops.kernels.launch import launch_backward
+
+    layout = ROW_MAJOR if row_major else result_layout(s)
+
+    def columns(dtype: torch.dtype | None) -> Tensor | None:
+        return None if dtype is None else torch.empty(s.shape[-1:], dtype=dtype, device=s.device)
+
+    ds = layout.empty(s.shape, s.dtype, s.device) if needs_ds else None
+    dweight, dbias = columns(dweight_dtype), columns(dbias_dtype)
+    s_rows, dy_rows, dsum_rows = as_rows((s, dy, dsum), layout.order)
+    launch_backward(
+        s_rows,
+        dy_rows,
+        dsum_rows,
+        unit_stride(weight),
+        mean,
+        rstd,
+        ds,
+        dweight,
+        dbias,
+        weight_offset=weight_offset,
+    )
+    return ds, dweight, dbias
+
+
+def unit_stride(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
+
+
+class NormFunction(torch.autograd.Function):
+    """(x, residual, weight, bias) -> y, or (y, summed) with a residual.
+
+    Saves the normalised rows (x itself, or the sum), the weight, and one or two fp32 numbers a row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        spec: Spec,
+    ) -> Any:
+        y, summed, mean, rstd = kernel_forward(
+            x, residual, weight, bias, eps, spec, save_statistics=True
+        )
+        s = x if summed is None else summed
+        ctx.save_for_backward(s, weight, mean, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.eps, ctx.spec = eps, spec
+        ctx.input_dtypes = [None if t is None else t.dtype for t in (x, residual, bias)]
+        return y if summed is None else (y, summed)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None = None) -> Any:
+        s, weight, mean, rstd = ctx.saved_tensors
+        x_dtype, residual_dtype, bias_dtype = ctx.input_dtypes
+        needs_x, needs_residual, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        spec: Spec = ctx.spec
+        if dy is None or torch.is_grad_enabled() or not readable(dy, dsum):
+            # Nothing to normalise, or something to differentiate through: torch's own operations.
+            ds, dweight, dbias = reference.norm_backward(
+                dy,
+                dsum,
+                s,
+                weight,
+                ctx.eps,
+                centered=spec.centered,
+                weight_offset=spec.weight_offset,
+            )
+            dbias = None if dbias is None or bias_dtype is None else dbias.to(bias_dtype)
+        else:
+            ds, dweight, dbias = kernel_backward(
+                dy,
+                dsum,
+                s,
+                weight,
+                mean,
+                rstd,
+                spec.weight_offset,
+                spec.row_major and residual_dtype is None,
+                needs_ds=needs_x or needs_residual,
+                dweight_dtype=weight.dtype if needs_weight else None,
+                dbias_dtype=bias_dtype if needs_bias else None,
+            )
+        return (
+            ds.to(x_dtype) if needs_x and ds is not None else None,
+            ds.to(residual_dtype) if needs_residual and ds is not None else None,
+            dweight if needs_weight else None,
+            dbias if needs_bias else None,
+            None,
+            None,
+        )
+
+
+def readable(*gradients: Tensor | None) -> bool:
+    """Whether a kernel may read these; a batched backward (vmap) hands in wrapped ones."""
+    return not dispatch.transforms_active() and all(
+        gradient is None or dispatch.is_plain(gradient) for gradient in gradients
+    )

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward of both norms, with or without the gradient of the sum, and of weight and bias.
+
+With x_hat = (s - mean) * rstd (mean = 0 unless CENTERED) and g = dy * (weight + WEIGHT_OFFSET)::
+
+    ds      = rstd * (g - x_hat * sum(g * x_hat) / n_cols [- sum(g) / n_cols, CENTERED]) + dsum
+    dweight = sum over rows of dy * x_hat
+    dbias   = sum over rows of dy
+
+Derivation: Ba, Kiros & Hinton 2016 (arXiv:1607.06450), section 3, differentiated; RMSNorm is the
+same with no mean (Zhang & Sennrich 2019, arXiv:1910.07467, section 4).
+
+Shapes: s, dy, dsum, ds (n_rows, n_cols); weight (n_cols,); mean, rstd (n_rows,). Accumulation is
+in fp32 (fp64 for fp64 rows), from the load to the store. dweight and dbias are summed within each
+program into one row of ``dweight_partial_ptr`` / ``dbias_partial_ptr`` (n_programs, n_cols), and
+`reduce_partials_kernel` adds those rows in a fixed order: no atomics, the same bits each run.
+"""
+
+import triton
+import triton.language as tl
+
+from fusedops.kernels.arithmetic import divide, row_offsets
+
+__all__ = [
+    "norm_backward_kernel",
+    "norm_backward_looped_kernel",
+    "reduce_partials_kernel",
+    "weight_gradient_kernel",
+]
+
+
+@triton.jit
+def load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET):
+    weight = tl.load(weight_ptr + cols, mask=col_mask, other=1.0).to(ACC)
+    if WEIGHT_OFFSET != 0.0:
+        weight += WEIGHT_OFFSET
+    return weight[None, :]
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_inner"])
+def norm_backward_kernel(
+    s_ptr,
+    dy_ptr,
+    dsum_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    ds_ptr,
+    dweight_partial_ptr,
+    dbias_partial_ptr,
+    s_row_stride,
+    s_outer_stride,
+    dy_row_stride,
+    dy_outer_stride,
+    dsum_row_stride,
+    dsum_outer_stride,
+    ds_row_stride,
+    n_inner,
+    n_rows,
+    n_cols,
+    CENTERED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Persistent: each program walks over tiles of BLOCK_ROWS whole rows, a grid apart."""
+    ACC: tl.constexpr = tl.float64 if s_ptr.dtype.element_ty == tl.float64 else tl.float32
+
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_SIZE)
+    col_mask = cols < n_cols
+    count = tl.cast(n_cols, ACC)
+    if weight_ptr is not None:
+        weight = load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET)
+    if dweight_partial_ptr is not None:
+        dweight = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
+    if dbias_partial_ptr is not None:
+        dbias = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
+
+    n_tiles = (n_rows - 1) // BLOCK_ROWS + 1  # unlike tl.cdiv, cannot overflow
+    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=NUM_STAGES):
+        rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        row_mask = rows < n_rows
+        mask = row_mask[:, None] & col_mask[None, :]
+        s_offsets = row_offsets(rows, n_inner, s_outer_stride, s_row_stride)
+        dy_offsets = row_offsets(rows, n_inner, dy_outer_stride, dy_row_stride)
+        s = tl.load(s_ptr + s_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+        dy = tl.load(dy_ptr + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        if CENTERED:
+            s -= tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
+            s = tl.where(mask, s, 0.0)
+        x_hat = s * rstd
+        if dweight_partial_ptr is not None:
+            dweight += dy * x_hat
+        if dbias_partial_ptr is not None:
+            dbias += dy
+        if ds_ptr is not None:
+            g = dy
+            if weight_ptr is not None:
+                g = dy * weight
+            ds = g - x_hat * divide(tl.sum(g * x_hat, axis=1), count)[:, None]
+            if CENTERED:
+                ds -= divide(tl.sum(g, axis=1), count)[:, None]
+            ds *= rstd
+            if dsum_ptr is not None:
+                dsum_offsets = row_offsets(rows, n_inner, dsum_outer_stride, dsum_row_stride)
+                ds += tl.load(
+                    dsum_ptr + dsum_offsets[:, None] + cols[None, :], mask=mask, other=0.0
+                ).to(ACC)
+            ds_offsets = (rows * ds_row_stride)[:, None] + cols[None, :]
+            tl.store(ds_ptr + ds_offsets, ds.to(ds_ptr.dtype.element_ty), mask=mask)
+
+    partial_offsets = pid.to(tl.int64) * n_cols + cols
+    if dweight_partial_ptr is not None:
+        tl.store(dweight_partial_ptr + partial_offsets, tl.sum(dweight, axis=0), mask=col_mask)
+    if dbias_partial_ptr is not None:
+        tl.store(dbias_partial_ptr + partial_offsets, tl.sum(dbias, axis=0), mask=col_mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_inner"])
+def norm_backward_looped_kernel(
+    s_ptr,
+    dy_ptr,
+    dsum_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    ds_ptr,
+    s_row_stride,
+    s_outer_stride,
+    dy_row_stride,
+    dy_outer_stride,
+    dsum_row_stride,
+    dsum_outer_stride,
+    ds_row_stride,
+    n_inner,
+    n_rows,
+    n_cols,
+    CENTERED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """ds alone for rows beyond one block: one row a program, in chunks, read twice.
+
+    Weight gradients of such rows do not fit into registers; `weight_gradient_kernel` makes them.
+    """
+    ACC: tl.constexpr = tl.float64 if s_ptr.dtype.element_ty == tl.float64 else tl.float32
+
+    row = tl.program_id(0).to(tl.int64)
+    s_ptr += row_offsets(row, n_inner, s_outer_stride, s_row_stride)
+    dy_ptr += row_offsets(row, n_inner, dy_outer_stride, dy_row_stride)
+    if dsum_ptr is not None:
+        dsum_ptr += row_offsets(row, n_inner, dsum_outer_stride, dsum_row_stride)
+    ds_ptr += row * ds_row_stride
+    rstd = tl.load(rstd_ptr + row)
+    if CENTERED:
+        mean = tl.load(mean_ptr + row)
+
+    g_sum = tl.zeros((1, BLOCK_SIZE), dtype=ACC)
+    gx_sum = tl.zeros((1, BLOCK_SIZE), dtype=ACC)
+    for start in range(0, n_cols, BLOCK_SIZE):
+        cols = start + tl.arange(0, BLOCK_SIZE)
+        col_mask = cols < n_cols
+        mask = col_mask[None, :]
+        s = tl.load(s_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
+        g = tl.load(dy_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
+        if weight_ptr is not None:
+            g *= load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET)
+        if CENTERED:
+            s = tl.where(mask, s - mean, 0.0)
+            g_sum += g
+        gx_sum += g * (s * rstd)
+    count = tl.cast(n_cols, ACC)
+    gx_mean = divide(tl.sum(gx_sum, axis=1), count)[:, None]
+    g_mean = divide(tl.sum(g_sum, axis=1), count)[:, None]
+
+    for start in range(0, n_cols, BLOCK_SIZE):
+        cols = start + tl.arange(0, BLOCK_SIZE)
+        col_mask = cols < n_cols
+        mask = col_mask[None, :]
+        s = tl.load(s_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
+        ds = tl.load(dy_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
+        if weight_ptr is not None:
+            ds *= load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET)
+        if CENTERED:
+            s = tl.where(mask, s - mean, 0.0)
+            ds -= g_mean
+        ds = (ds - (s * rstd) * gx_mean) * rstd
+        if dsum_ptr is not None:
+            ds += tl.load(dsum_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
+        tl.store(ds_ptr + cols[None, :], ds.to(ds_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_inner"])
+def weight_gradient_kernel(
+    s_ptr,
+    dy_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dweight_partial_ptr,
+    dbias_partial_ptr,
+    s_row_stride,
+    s_outer_stride,
+    dy_row_stride,
+    dy_outer_stride,
+    n_inner,
+    n_rows,
+    n_cols,
+    CENTERED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Partial dweight and dbias for rows beyond one block.
+
+    The grid is (column blocks, partials): each program keeps BLOCK_SIZE columns and walks over
+    tiles of BLOCK_ROWS rows, as many tiles apart as there are partials.
+    """
+    ACC: tl.constexpr = tl.float64 if s_ptr.dtype.element_ty == tl.float64 else tl.float32
+
+    cols = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    col_mask = cols < n_cols
+    partial = tl.program_id(1)
+    dweight = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
+    dbias = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
+    n_tiles = (n_rows - 1) // BLOCK_ROWS + 1
+    for tile in tl.range(partial, n_tiles, tl.num_programs(1)):
+        rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        row_mask = rows < n_rows
+        mask = row_mask[:, None] & col_mask[None, :]
+        dy_offsets = row_offsets(rows, n_inner, dy_outer_stride, dy_row_stride)
+        dy = tl.load(dy_ptr + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+        dbias += dy
+        if dweight_partial_ptr is not None:
+            s_offsets = row_offsets(rows, n_inner, s_outer_stride, s_row_stride)
+            s = tl.load(s_ptr + s_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+            if CENTERED:
+                s -= tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
+            rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
+            dweight += tl.where(mask, dy * (s * rstd), 0.0)
+
+    offsets = partial.to(tl.int64) * n_cols + cols
+    if dweight_partial_ptr is not None:
+        tl.store(dweight_partial_ptr + offsets, tl.sum(dweight, axis=0), mask=col_mask)
+    if dbias_partial_ptr is not None:
+        tl.store(dbias_partial_ptr + offsets, tl.sum(dbias, axis=0), mask=col_mask)
+
+
+@triton.jit
+def sum_partials(partial_ptr, out_ptr, n_partials, n_cols, BLOCK_ROWS, BLOCK_SIZE):
+    """One block of columns of ``out`` (n_cols,): the sum over partial (n_partials, n_cols)."""
+    cols = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    col_mask = cols < n_cols
+    total = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=partial_ptr.dtype.element_ty)
+    for start in range(0, n_partials, BLOCK_ROWS):
+        rows = start + tl.arange(0, BLOCK_ROWS)
+        offsets = tl.cast(rows, tl.int64)[:, None] * n_cols + cols[None, :]
+        mask = (rows < n_partials)[:, None] & col_mask[None, :]
+        total += tl.load(partial_ptr + offsets, mask=mask, other=0.0)
+    tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col_mask)
+
+
+@triton.jit(do_not_specialize=["n_partials"])
+def reduce_partials_kernel(
+    dweight_partial_ptr,
+    dbias_partial_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    n_partials,
+    n_cols,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """dweight and dbias (n_cols,) in their own dtype, from the programs' partial sums."""
+    if dweight_partial_ptr is not None:
+        sum_partials(dweight_partial_ptr, dweight_ptr, n_partials, n_cols, BLOCK_ROWS, BLOCK_SIZE)
+    if dbias_partial_ptr is not None:
+        sum_partials(dbias_partial_ptr, dbias_ptr, n_partials, n_cols, BLOCK_ROWS, BLOCK_SIZE)
