@@ -123,27 +123,38 @@ def run_norm(
     spec: NormSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None
 ) -> Tensor:
     """The operator that ``spec`` names, with the strides that the original's result would have."""
-    if spec.autocast == "none" and torch.is_autocast_enabled(x.device.type):
-        with torch.autocast(x.device.type, enabled=False):
-            y = _call_operator(spec, x, weight, bias, eps)
+    out_dtype = _dtype_without_autocast(spec, x)
+    if spec.kind == "layer":
+        y = functional.layer_norm(x, weight, bias, eps, out_dtype=out_dtype)
     else:
-        y = _call_operator(spec, x, weight, bias, eps)
-    if x.is_contiguous():
+        y = functional.rms_norm(
+            x,
+            weight,
+            eps,
+            weight_offset=spec.weight_offset,
+            cast=spec.cast,
+            out_dtype=out_dtype,
+        )
+    if x.is_contiguous() or spec.layout == _OPERATOR_LAYOUT[spec.kind]:
         return y
     if spec.layout == "contiguous":
         return y.contiguous()
     strides = torch.empty_like(x, device="meta").stride()
-    if y.stride() == strides:
-        return y
-    return y.new_empty_strided(y.shape, strides).copy_(y)
+    return y if y.stride() == strides else y.new_empty_strided(y.shape, strides).copy_(y)
 
 
-def _call_operator(
-    spec: NormSpec, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None
-) -> Tensor:
-    if spec.kind == "layer":
-        return functional.layer_norm(x, weight, bias, eps)
-    return functional.rms_norm(x, weight, eps, weight_offset=spec.weight_offset, cast=spec.cast)
+_OPERATOR_LAYOUT = {"layer": "contiguous", "rms": "preserve"}
+
+
+def _dtype_without_autocast(spec: NormSpec, rows: Tensor) -> torch.dtype | None:
+    """The result's dtype where autocast must not choose it; None: the operator's own rule."""
+    if (
+        spec.autocast == "none"
+        and spec.cast == "fp32"
+        and torch.is_autocast_enabled(rows.device.type)
+    ):
+        return rows.dtype
+    return None
 
 
 # --- generated classes -------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def recognition_key(module: nn.Module, cls: type | None = None) -> object:
 # --- the proof ---------------------------------------------------------------------------------
 
 
-def _bare_copy(module: nn.Module, cls: type) -> nn.Module:
+def _bare_copy(module: nn.Module, cls: Any) -> nn.Module:
     """A CPU copy with no hooks, no instance forward and no shared tensors."""
     bare = cls.__new__(cls)
     vars(bare).update(vars(nn.Module()))
@@ -205,9 +205,10 @@ class _NativeCalls(TorchFunctionMode):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No trace of the proof outside: random state, grad mode, autocast, warnings."""
+    """Nothing leaks in or out: random state, device, grad mode, autocast, warnings."""
     with (
         torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
