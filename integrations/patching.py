@@ -17,6 +17,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,6 +81,8 @@ def norm_operands(
             return None
     shape = x.shape
     if len(shape) not in spec.ranks or (spec.size is not None and shape[-1] != spec.size):
+        return None
+    if 0 in shape:
         return None
     eps = state[spec.eps]
     if type(eps) is float:
@@ -272,7 +275,9 @@ def _plan(model: nn.Module) -> tuple[list[tuple[nn.Module, NormSpec]], list[Norm
         if is_patched(module):
             counts[_class_name(cls), vars(module)[SPEC]] += 1
             continue
-        looks_like_norm = not module._modules and "norm" in cls.__name__.lower()
+        looks_like_norm = not module._modules and any(
+            "norm" in base.__name__.lower() for base in cls.__mro__
+        )
         if not is_candidate(module) and not looks_like_norm:
             continue
         outcome: NormSpec | str | None = _forward_obstacle(module)
@@ -290,16 +295,19 @@ def _plan(model: nn.Module) -> tuple[list[tuple[nn.Module, NormSpec]], list[Norm
         elif not looks_like_norm:
             continue
         counts[_class_name(cls), outcome] += 1
-    return changes, [_row(name, outcome, count) for (name, outcome), count in counts.items()]
+    rows: dict[NormRow, int] = {}  # norms that differ in size alone share a row
+    for (name, outcome), count in counts.items():
+        row = _row(name, outcome)
+        rows[row] = rows.get(row, 0) + count
+    return changes, [replace(row, count=count) for row, count in rows.items()]
 
 
-def _row(norm_class: str, outcome: NormSpec | str, count: int) -> NormRow:
+def _row(norm_class: str, outcome: NormSpec | str) -> NormRow:
     if isinstance(outcome, str):
-        return NormRow(norm_class, count, reason=outcome)
+        return NormRow(norm_class, reason=outcome)
     rms = outcome.kind == "rms"
     return NormRow(
         norm_class,
-        count,
         operator="rms_norm" if rms else "layer_norm",
         cast=outcome.cast if rms else None,
         weight_offset=outcome.weight_offset,

@@ -170,7 +170,7 @@ def recognition_key(module: nn.Module, cls: type | None = None) -> object:
 
 def _bare_copy(module: nn.Module, cls: Any) -> nn.Module:
     """A CPU copy with no hooks, no instance forward and no shared tensors."""
-    bare = cls.__new__(cls)
+    bare = object.__new__(cls)  # whatever its own __new__ wants
     vars(bare).update(vars(nn.Module()))
     for name, value in own_attributes(module).items():
         if isinstance(value, Tensor):

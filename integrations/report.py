@@ -40,7 +40,7 @@ class NormRow:
     """
 
     norm_class: str
-    count: int
+    count: int = 0
     operator: str | None = None
     cast: str | None = None
     weight_offset: float = 0.0
