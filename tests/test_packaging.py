@@ -248,6 +248,13 @@ check(torch.equal(summed, x + x) and x.grad.shape == x.shape)
 obstacle = dispatch.kernel_obstacle(x)
 """
 
+PATCH = """\
+from fusedops.integrations import patch
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+before = model(x)
+check(patch(model).patched == 1 and torch.equal(model(x), before))
+"""
+
 
 def use(then: str, *options: str, cwd: Path, first: str = "", **extra: str) -> None:
     """Use an operator in a new process that finds the source tree from ``cwd``."""
@@ -273,7 +280,7 @@ def test_disabled_by_the_environment(tmp_path: Path) -> None:
 
 def test_runs_without_triton(tmp_path: Path) -> None:
     use(
-        "check('Triton cannot be imported' in obstacle)",
+        PATCH + "check('Triton cannot be imported' in obstacle)",
         first="import sys; sys.modules['triton'] = None\n",
         cwd=tmp_path,
     )
@@ -285,4 +292,5 @@ def test_folder_named_triton_in_the_working_directory(content: str | None, tmp_p
     (tmp_path / "triton").mkdir()
     if content is not None:
         (tmp_path / "triton" / "__init__.py").write_text(content)
-    use(f"check(('Triton cannot' in obstacle) == {content is not None})", cwd=tmp_path)
+    hidden = content is not None
+    use(PATCH + f"check(('Triton cannot' in obstacle) == {hidden})", cwd=tmp_path)
