@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from fusedops import dispatch, reference
+from fusedops import direct, dispatch, reference
 from fusedops.autograd import NormFunction, Spec, kernel_forward
 from fusedops.ops import traced_forward
 
@@ -54,7 +55,10 @@ def rms_norm(
     >>> rms_norm(torch.tensor([[3.0, 4.0]]), eps=1e-12)
     tensor([[0.8485, 1.1314]])
     """
-    return _rms("rms_norm", x, None, weight, eps, weight_offset, cast, out_dtype, autocasts=True)[0]
+    options = ("rms_norm", eps, weight_offset, cast, out_dtype)
+    if not is_compiling() and (done := direct.norm(options, x, None, weight, None)):
+        return done[0]
+    return _rms(options, x, None, weight)[0]
 
 
 def layer_norm(
@@ -87,7 +91,10 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=1e-12)
     tensor([[-1.,  1.]])
     """
-    return _layer("layer_norm", x, None, weight, bias, eps, out_dtype)[0]
+    options = ("layer_norm", eps, out_dtype)
+    if not is_compiling() and (done := direct.norm(options, x, None, weight, bias)):
+        return done[0]
+    return _layer(options, x, None, weight, bias)[0]
 
 
 def add_rms_norm(
@@ -119,19 +126,10 @@ def add_rms_norm(
     >>> y, summed
     (tensor([0.8485, 1.1314]), tensor([3., 4.]))
     """
-    y, summed = _rms(
-        "add_rms_norm",
-        x,
-        _require("residual", residual),
-        weight,
-        eps,
-        weight_offset,
-        cast,
-        out_dtype,
-        autocasts=True,
-    )
-    assert summed is not None
-    return y, summed
+    options = ("add_rms_norm", eps, weight_offset, cast, out_dtype)
+    if not is_compiling() and (done := direct.norm(options, x, residual, weight, None)):
+        return done  # type: ignore[return-value]
+    return _rms(options, x, _require("residual", residual), weight)  # type: ignore[return-value]
 
 
 def add_layer_norm(
@@ -162,26 +160,22 @@ def add_layer_norm(
     >>> y, summed
     (tensor([-1.,  1.]), tensor([1., 3.]))
     """
-    y, summed = _layer(
-        "add_layer_norm", x, _require("residual", residual), weight, bias, eps, out_dtype
-    )
-    assert summed is not None
-    return y, summed
+    options = ("add_layer_norm", eps, out_dtype)
+    if not is_compiling() and (done := direct.norm(options, x, residual, weight, bias)):
+        return done  # type: ignore[return-value]
+    return _layer(options, x, _require("residual", residual), weight, bias)  # type: ignore[return-value]
 
 
 def _rms(
-    name: str,
+    options: tuple[Any, ...],
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
-    eps: float | None,
-    weight_offset: float,
-    cast: str,
-    out_dtype: torch.dtype | None,
     *,
-    autocasts: bool,
+    autocasts: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Both RMS forms. ``autocasts``: torch's autocast rule for its own rms_norm applies."""
+    _, eps, weight_offset, cast, out_dtype = options
     dtype = _check_rows(x, residual)
     _check_vector("weight", weight, x)
     if cast not in ("fp32", "input"):
@@ -206,19 +200,18 @@ def _rms(
         y_dtype=out_dtype,
         row_major=False,
     )
-    return _apply(name, x, residual, weight, None, float(eps), spec)
+    return _apply(options, x, residual, weight, None, float(eps), spec)
 
 
 def _layer(
-    name: str,
+    options: tuple[Any, ...],
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float | None,
-    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Both LayerNorm forms."""
+    _, eps, out_dtype = options
     dtype = _check_rows(x, residual)
     _check_vector("weight", weight, x)
     _check_vector("bias", bias, x)
@@ -231,11 +224,11 @@ def _layer(
     spec = Spec(
         centered=True, cast_input=False, weight_offset=0.0, y_dtype=out_dtype, row_major=True
     )
-    return _apply(name, x, residual, weight, bias, float(eps), spec)
+    return _apply(options, x, residual, weight, bias, float(eps), spec)
 
 
 def _apply(
-    name: str,
+    options: tuple[Any, ...],
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -244,11 +237,12 @@ def _apply(
     spec: Spec,
 ) -> tuple[Tensor, Tensor | None]:
     """Choose the path of a validated call and take it."""
+    name = options[0]
     tensors = [t for t in (x, residual, weight, bias) if t is not None]
     obstacle = dispatch.kernel_obstacle(x)
     if obstacle is None and x.shape[-1] == 0:
         obstacle = "rows are empty (H = 0)"
-    traced = torch.compiler.is_compiling()
+    traced = is_compiling()
     if obstacle is None and not traced:
         if dispatch.transforms_active():
             obstacle = "a torch.func transform or forward-mode AD is active"
@@ -271,7 +265,10 @@ def _apply(
     if needs_grad:
         outputs: Any = NormFunction.apply(x, residual, weight, bias, eps, spec)
         return outputs if residual is not None else (outputs, None)
-    return kernel_forward(x, residual, weight, bias, eps, spec, save_statistics=False)[:2]
+    outputs = kernel_forward(x, residual, weight, bias, eps, spec, save_statistics=False)[:2]
+    if not torch.is_autocast_enabled(x.device.type):  # there the result's dtype is another
+        direct.remember(options, x, residual, weight, bias, eps, spec)
+    return outputs
 
 
 def _reference(

@@ -78,11 +78,11 @@ def _reference_forward(
             out_dtype=spec.y_dtype,
         )
     row = s.to(reference.compute_dtype(s.dtype)).reshape(-1, s.shape[-1])
-    variance, mean = torch.var_mean(row, dim=-1, correction=0)
-    if not spec.centered:
-        variance = row.square().mean(-1)
+    mean = row.mean(-1)
+    if spec.centered:
+        row = reference.centered_rows(row)
     y = y.contiguous() if spec.row_major else y
-    return y, summed, mean, torch.rsqrt(variance + eps)
+    return y, summed, mean, torch.rsqrt(row.square().mean(-1) + eps)
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from torch import Tensor
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
+    "centered_rows",
     "compute_dtype",
     "layer_norm",
     "norm_backward",
@@ -42,6 +43,12 @@ def rms_norm_dtype(row_dtype: torch.dtype, weight: Tensor | None, cast: str) -> 
     if cast == "input" and weight is not None:
         return torch.promote_types(row_dtype, weight.dtype)
     return row_dtype
+
+
+def centered_rows(s: Tensor) -> Tensor:
+    """s less the mean of each row; the mean of what remains corrects the first one's rounding."""
+    mean = s.mean(-1, keepdim=True)
+    return s - (mean + (s - mean).mean(-1, keepdim=True))
 
 
 def rms_norm(
@@ -76,9 +83,8 @@ def layer_norm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """LayerNorm of the rows of ``x`` (..., H); see `fusedops.layer_norm`."""
-    s = x.to(compute_dtype(x.dtype))
-    variance, mean = torch.var_mean(s, dim=-1, correction=0, keepdim=True)
-    y = (s - mean) * torch.rsqrt(variance + eps)
+    s = centered_rows(x.to(compute_dtype(x.dtype)))
+    y = s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(s.dtype)
     if bias is not None:
@@ -135,14 +141,9 @@ def norm_backward(
     if dy is None:
         return dsummed, None, None
     compute = compute_dtype(s.dtype)
-    row = s.to(compute)
+    row = centered_rows(s.to(compute)) if centered else s.to(compute)
     g = dy.to(compute)
-    if centered:
-        variance, mean = torch.var_mean(row, dim=-1, correction=0, keepdim=True)
-        row = row - mean
-    else:
-        variance = row.square().mean(-1, keepdim=True)
-    rstd = torch.rsqrt(variance + eps)
+    rstd = torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
     x_hat = row * rstd
     leading = tuple(range(s.dim() - 1))
     dbias = g.sum(leading) if leading else g

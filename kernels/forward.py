@@ -35,7 +35,7 @@ def scale_and_shift(
 ):
     """y before its last rounding, from x_hat (rows, BLOCK_SIZE)."""
     # The product is formed in fp32, or in fp64 where y is fp64.
-    PRODUCT: tl.constexpr = tl.float64 if Y_DTYPE == tl.float64 else x_hat.dtype
+    PRODUCT: tl.constexpr = tl.float64 if tl.float64 == Y_DTYPE else x_hat.dtype
     if CAST_INPUT:
         x_hat = x_hat.to(S_DTYPE)
     y = x_hat.to(PRODUCT)
@@ -77,7 +77,7 @@ def norm_forward_kernel(
     """BLOCK_ROWS whole rows a program; BLOCK_SIZE >= n_cols."""
     S_DTYPE: tl.constexpr = (x_ptr if sum_ptr is None else sum_ptr).dtype.element_ty
     Y_DTYPE: tl.constexpr = y_ptr.dtype.element_ty
-    ACC: tl.constexpr = tl.float64 if S_DTYPE == tl.float64 else tl.float32
+    ACC: tl.constexpr = tl.float64 if tl.float64 == S_DTYPE else tl.float32
 
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_SIZE)
@@ -159,7 +159,7 @@ def norm_forward_looped_kernel(
     """
     S_DTYPE: tl.constexpr = (x_ptr if sum_ptr is None else sum_ptr).dtype.element_ty
     Y_DTYPE: tl.constexpr = y_ptr.dtype.element_ty
-    ACC: tl.constexpr = tl.float64 if S_DTYPE == tl.float64 else tl.float32
+    ACC: tl.constexpr = tl.float64 if tl.float64 == S_DTYPE else tl.float32
 
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row_offsets(row, n_inner, x_outer_stride, x_row_stride)

@@ -7,7 +7,7 @@ of theirs only pointer and dtype count, rows are written H apart.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from fusedops.kernels.backward import (
 )
 from fusedops.kernels.config import (
     LOOPED_PARTIALS,
+    LaunchConfig,
     backward_config,
     forward_config,
     reduce_config,
@@ -28,7 +29,7 @@ from fusedops.kernels.config import (
 )
 from fusedops.kernels.forward import norm_forward_kernel, norm_forward_looped_kernel
 
-__all__ = ["launch_backward", "launch_forward"]
+__all__ = ["Call", "hooks", "launch_backward", "launch_forward", "prepare_forward"]
 
 
 @cache
@@ -39,15 +40,34 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def run(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **meta: Any) -> None:
+FP_FUSION = True
+"""Given with each launch: Triton 3.10 changes the default, and the bits must not change with it."""
+
+TRITON_RELEASE = ".".join(triton.__version__.split(".")[:2])
+
+
+class Call(NamedTuple):
+    """A kernel with its grid, its arguments in order, and its constexprs and options by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    meta: dict[str, Any]
+
+
+def hooks() -> bool:
+    """Whether someone, a profiler say, wants to be told of Triton's launches."""
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def run(call: Call, device: torch.device) -> None:
     """Launch on ``device``, which need not be the current one."""
-    # Triton 3.10 changes the default of fp fusion; the bits must not change with it.
-    meta["enable_fp_fusion"] = True
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[grid](*args, **meta)
+            call.kernel[call.grid](*call.arguments, **call.meta)
     else:
-        kernel[grid](*args, **meta)
+        call.kernel[call.grid](*call.arguments, **call.meta)
 
 
 def row_strides(rows: Tensor | None, n_rows: int) -> tuple[int | None, int | None]:
@@ -60,7 +80,7 @@ def row_strides(rows: Tensor | None, n_rows: int) -> tuple[int | None, int | Non
     return (rows.shape[-1] if n_rows == 1 else rows.stride(0)), None
 
 
-def launch_forward(
+def prepare_forward(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -74,41 +94,48 @@ def launch_forward(
     centered: bool,
     cast_input: bool,
     weight_offset: float,
-) -> None:
-    """Write y, and summed, mean and rstd where they are given."""
+) -> Call:
+    """The call that writes y, and summed, mean and rstd where they are given."""
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
-    if n_rows == 0:
-        return
     s = x if summed is None else summed
     config = forward_config(n_cols, s.dtype.itemsize, residual is not None)
-    looped = config.block_size < n_cols
-    run(
-        norm_forward_looped_kernel if looped else norm_forward_kernel,
+    return Call(
+        norm_forward_looped_kernel if config.block_size < n_cols else norm_forward_kernel,
         (triton.cdiv(n_rows, config.block_rows),),
-        x.device,
-        x,
-        residual,
-        weight,
-        bias,
-        y,
-        summed,
-        mean,
-        rstd,
-        *row_strides(x, n_rows),
-        *row_strides(residual, n_rows),
-        n_cols,
-        x.shape[1] if x.dim() == 3 else None,
-        n_rows,
-        n_cols,
-        eps,
-        CENTERED=centered,
-        CAST_INPUT=cast_input,
-        WEIGHT_OFFSET=weight_offset,
-        BLOCK_ROWS=config.block_rows,
-        BLOCK_SIZE=config.block_size,
-        num_warps=config.num_warps,
+        (
+            x,
+            residual,
+            weight,
+            bias,
+            y,
+            summed,
+            mean,
+            rstd,
+            *row_strides(x, n_rows),
+            *row_strides(residual, n_rows),
+            n_cols,
+            x.shape[1] if x.dim() == 3 else None,
+            n_rows,
+            n_cols,
+            eps,
+        ),
+        {
+            "CENTERED": centered,
+            "CAST_INPUT": cast_input,
+            "WEIGHT_OFFSET": weight_offset,
+            "BLOCK_ROWS": config.block_rows,
+            "BLOCK_SIZE": config.block_size,
+            "num_warps": config.num_warps,
+            "enable_fp_fusion": FP_FUSION,
+        },
     )
+
+
+def launch_forward(x: Tensor, *arguments: Any, **options: Any) -> None:
+    """Make the call of `prepare_forward`, whose arguments these are; nothing for no rows."""
+    if x.numel() > 0:
+        run(prepare_forward(x, *arguments, **options), x.device)
 
 
 def launch_backward(
@@ -151,81 +178,43 @@ def launch_backward(
     dweight_partial, dbias_partial = partial_sums(dweight), partial_sums(dbias)
     n_inner = s.shape[1] if s.dim() == 3 else None
     s_strides, dy_strides = row_strides(s, n_rows), row_strides(dy, n_rows)
-    dsum_strides = row_strides(dsum, n_rows)
     sizes = (n_inner, n_rows, n_cols)
     meta = {
         "CENTERED": mean is not None,
         "WEIGHT_OFFSET": weight_offset,
         "BLOCK_SIZE": config.block_size,
         "num_warps": config.num_warps,
+        "enable_fp_fusion": FP_FUSION,
     }
     inputs = (s, dy, dsum, weight, mean, rstd)
+    partials = (dweight_partial, dbias_partial)
+    strides = (*s_strides, *dy_strides, *row_strides(dsum, n_rows), n_cols)
     if not looped:
-        run(
-            norm_backward_kernel,
-            (n_partials,),
-            device,
-            *inputs,
-            ds,
-            dweight_partial,
-            dbias_partial,
-            *s_strides,
-            *dy_strides,
-            *dsum_strides,
-            n_cols,
-            *sizes,
-            BLOCK_ROWS=config.block_rows,
-            NUM_STAGES=config.num_stages,
-            **meta,
-        )
-    else:
-        if ds is not None:
-            run(
-                norm_backward_looped_kernel,
-                (n_rows,),
-                device,
-                *inputs,
-                ds,
-                *s_strides,
-                *dy_strides,
-                *dsum_strides,
-                n_cols,
-                *sizes,
-                **meta,
-            )
-        if dweight is not None or dbias is not None:
-            columns = weight_gradient_config(n_cols)
-            run(
-                weight_gradient_kernel,
-                (triton.cdiv(n_cols, columns.block_size), n_partials),
-                device,
-                s,
-                dy,
-                mean,
-                rstd,
-                dweight_partial,
-                dbias_partial,
-                *s_strides,
-                *dy_strides,
-                *sizes,
-                CENTERED=mean is not None,
-                BLOCK_ROWS=columns.block_rows,
-                BLOCK_SIZE=columns.block_size,
-                num_warps=columns.num_warps,
-            )
-    if dweight is not None or dbias is not None:
-        columns = reduce_config(n_cols)
-        run(
-            reduce_partials_kernel,
-            (triton.cdiv(n_cols, columns.block_size),),
-            device,
-            dweight_partial,
-            dbias_partial,
-            dweight,
-            dbias,
-            n_partials,
-            n_cols,
-            BLOCK_ROWS=columns.block_rows,
-            BLOCK_SIZE=columns.block_size,
-            num_warps=columns.num_warps,
-        )
+        meta |= {"BLOCK_ROWS": config.block_rows, "NUM_STAGES": config.num_stages}
+        arguments = (*inputs, ds, *partials, *strides, *sizes)
+        run(Call(norm_backward_kernel, (n_partials,), arguments, meta), device)
+    elif ds is not None:
+        arguments = (*inputs, ds, *strides, *sizes)
+        run(Call(norm_backward_looped_kernel, (n_rows,), arguments, meta), device)
+    if dweight is None and dbias is None:
+        return
+    if looped:
+        columns = weight_gradient_config(n_cols)
+        grid = (triton.cdiv(n_cols, columns.block_size), n_partials)
+        arguments = (s, dy, mean, rstd, *partials, *s_strides, *dy_strides, *sizes)
+        meta = {"CENTERED": mean is not None, **column_meta(columns)}
+        run(Call(weight_gradient_kernel, grid, arguments, meta), device)
+    columns = reduce_config(n_cols)
+    grid = (triton.cdiv(n_cols, columns.block_size),)
+    arguments = (*partials, dweight, dbias, n_partials, n_cols)
+    run(Call(reduce_partials_kernel, grid, arguments, column_meta(columns)), device)
+
+
+def column_meta(config: LaunchConfig) -> dict[str, Any]:
+    """Constexprs and options of the kernels whose programs keep a block of columns."""
+    return {
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_SIZE": config.block_size,
+        "num_warps": config.num_warps,
+        "enable_fp_fusion": FP_FUSION,
+    }
