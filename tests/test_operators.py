@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values, dtypes and layouts of the four operators, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fusedops
+
+pytestmark = pytest.mark.usefixtures("bf16_rounding")
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DTYPES = [FP16, BF16, FP32, FP64]
+
+EPS = 1e-5
+
+# Every dtype at the short lengths. The interpreter takes about a second for each long one, so
+# there dtypes are spread over lengths, and a GPU adds the rest.
+SIZES = [(h, dtype) for h in (1, 2, 3, 17, 64, 100, 127, 128, 1000) for dtype in DTYPES]
+SIZES += [(1024, BF16), (1025, FP32), (4096, FP16), (4096, FP64), (5000, FP32), (5000, BF16)]
+GPU_SIZES = [(h, dtype) for h in (2048, 8192, 11008, 16384, 32768, 40000) for dtype in DTYPES]
+GPU_SIZES += [(h, dtype) for h in (65536, 262144) for dtype in (BF16, FP32, FP64)]
+ALL_SIZES = SIZES + [pytest.param(*size, marks=pytest.mark.gpu) for size in GPU_SIZES]
+
+
+def rows_for(hidden_size: int, device: str) -> int:
+    """Odd counts, so that tiles of several rows are cut off at the end.
+
+    Many rows where they are short: an error is judged by the largest that torch makes, and of few
+    elements that one is a matter of luck.
+    """
+    if device == "cpu":
+        return min(301, 4096 // hidden_size | 1) if hidden_size <= 1025 else 3
+    return 1001 if hidden_size <= 1024 else 5 if hidden_size > 65536 else 131
+
+
+def eps_for(hidden_size: int) -> float:
+    """Rows of one to three elements may all be near zero; without a large eps one of them, with
+    its large rstd, would decide alone."""
+    return 0.1 if hidden_size <= 3 else EPS
+
+
+def upstream(op, inputs, dtype=None):
+    """Random gradients for y and, where there is one, the sum."""
+    x = inputs["x"]
+    s_dtype = torch.promote_types(x.dtype, inputs["residual"].dtype) if op.adds else x.dtype
+    dy = torch.randn(x.shape).to(x.device, dtype or s_dtype)
+    return (dy, torch.randn(x.shape).to(x.device, s_dtype)) if op.adds else (dy,)
+
+
+@pytest.fixture
+def check_against(assert_close_to_truth, assert_bits_equal):
+    def check(theirs, op, inputs, grads, *, eps=EPS, **options):
+        """Run forward and backward; each error may be twice the largest that ``theirs`` makes."""
+        ours = op.run(inputs, *grads, eps=eps, **options)
+        torchs = op.run(inputs, *grads, function=theirs, eps=eps)
+        truth = op.exact(inputs, *grads, eps=eps, **options)
+        assert_close_to_truth("y", ours.y, torchs.y, truth.y)
+        if op.adds:
+            assert_bits_equal(ours.summed, inputs["residual"] + inputs["x"])
+        assert set(ours.grads) == set(truth.grads)
+        for name, grad in ours.grads.items():
+            assert grad.dtype == inputs[name].dtype, name
+            rows = 1 if grad.dim() > 1 else inputs["x"].numel() // max(1, grad.numel())
+            assert_close_to_truth(
+                f"d{name}", grad, torchs.grads[name], truth.grads[name], summed_over=rows
+            )
+        return ours, torchs
+
+    return check
+
+
+@pytest.mark.parametrize(("hidden_size", "dtype"), ALL_SIZES, ids=str)
+def test_forward_and_backward_as_accurate_as_torch(op, hidden_size, dtype, device, check_against):
+    inputs = op.inputs((rows_for(hidden_size, device), hidden_size), dtype, device)
+    grads = upstream(op, inputs)
+    ours, torchs = check_against(op.torch_function(), op, inputs, grads, eps=eps_for(hidden_size))
+    assert ours.y.dtype == dtype
+    if dtype == FP16:
+        torch.testing.assert_close(ours.y, torchs.y, atol=1e-4, rtol=torch.finfo(FP16).eps)
+    if dtype == FP32:
+        torch.testing.assert_close(ours.y, torchs.y, atol=1e-5, rtol=torch.finfo(FP32).eps)
+
+
+@pytest.mark.parametrize("shape", [(3000,), (5, 11, 40), (3, 1, 5, 3, 48)], ids=str)
+def test_any_rank(op, shape, device, check_against):
+    inputs = op.inputs(shape, FP32, device)
+    check_against(op.torch_function(), op, inputs, upstream(op, inputs))
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("weight", [True, False])
+def test_without_weight_or_bias(op, weight, bias, dtype, device, check_against):
+    if bias and not op.centers:
+        pytest.skip("RMSNorm has no bias")
+    inputs = op.inputs((21, 200), dtype, device)
+    if not weight:
+        inputs["weight"] = None
+    if not bias:
+        inputs.pop("bias", None)
+    check_against(op.torch_function(), op, inputs, upstream(op, inputs))
+
+
+def test_calls_take_the_expected_path(op, path, device):
+    inputs = op.inputs((2, 32), FP32, device)
+    with fusedops.dispatch.count_calls() as calls:
+        op.call(inputs)
+        leaf = {**inputs, "x": inputs["x"].clone().requires_grad_()}
+        op.call(leaf)[0].sum().backward()
+    assert dict(calls) == {(op.name, path): 2}
+
+
+# Where the product with the weight is rounded ---------------------------------------------------
+
+
+def llama(s, weight, eps):
+    """transformers' LlamaRMSNorm: the normalised row is rounded before the product."""
+    x_hat = s.float() * torch.rsqrt(s.float().pow(2).mean(-1, keepdim=True) + eps)
+    return weight * x_hat.to(s.dtype)
+
+
+def gpt_oss(s, weight, eps):
+    """transformers' GptOssRMSNorm: the product in fp32, rounded once."""
+    x_hat = s.float() * torch.rsqrt(s.float().pow(2).mean(-1, keepdim=True) + eps)
+    return (weight.float() * x_hat).to(s.dtype)
+
+
+def gemma(s, weight, eps):
+    """transformers' GemmaRMSNorm: the product with 1 + weight in fp32, rounded once."""
+    x_hat = s.float() * torch.rsqrt(s.float().pow(2).mean(-1, keepdim=True) + eps)
+    return (x_hat * (1.0 + weight.float())).type_as(s)
+
+
+FAMILIES = {
+    "llama": (llama, {"cast": "input"}),
+    "gpt_oss": (gpt_oss, {"cast": "fp32"}),
+    "gemma": (gemma, {"cast": "fp32", "weight_offset": 1.0}),
+}
+
+
+def hugging_face(formula, op):
+    """A family's norm behind the operator's signature."""
+
+    def plain(x, weight, eps):
+        return formula(x, weight, eps)
+
+    def add(x, residual, weight, eps):
+        summed = residual + x
+        return formula(summed, weight, eps), summed
+
+    return add if op.adds else plain
+
+
+RMS = pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"], indirect=True)
+LAYER = pytest.mark.parametrize("op", ["layer_norm", "add_layer_norm"], indirect=True)
+
+
+@RMS
+@pytest.mark.parametrize("weight_dtype", [FP16, BF16, FP32])
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_casts_as_accurate_as_the_family_they_stand_for(
+    op, family, dtype, weight_dtype, device, check_against
+):
+    formula, options = FAMILIES[family]
+    theirs = hugging_face(formula, op)
+    inputs = op.inputs((31, 136), dtype, device, weight_dtype=weight_dtype)
+    y_dtype = op.call(inputs, theirs, eps=EPS)[0].dtype
+    ours, _ = check_against(theirs, op, inputs, upstream(op, inputs, y_dtype), **options)
+    assert ours.y.dtype == y_dtype
+
+
+def differing_share(ours, theirs):
+    assert ours.dtype == theirs.dtype
+    return (ours != theirs).double().mean().item()
+
+
+@RMS
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_equal_the_familys_own_code(op, family, dtype, device):
+    """All but the few elements that another last bit of rstd pushes over a rounding edge."""
+    formula, options = FAMILIES[family]
+    inputs = op.inputs((40, 768), dtype, device)
+    theirs, _ = op.call(inputs, hugging_face(formula, op), eps=1e-6)
+    y, _ = op.call(inputs, eps=1e-6, **options)
+    assert differing_share(y, theirs) < 1e-3
+
+
+@LAYER
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_bits_equal_torchs_layer_norm(op, dtype, device):
+    inputs = op.inputs((40, 768), dtype, device)
+    s = inputs["residual"] + inputs["x"] if op.adds else inputs["x"]
+    theirs = F.layer_norm(s, (768,), inputs["weight"], inputs["bias"], 1e-5)
+    y, _ = op.call(inputs, eps=1e-5)
+    assert differing_share(y, theirs) < 1e-3
+
+
+# The sum ---------------------------------------------------------------------------------------
+
+ADDS = pytest.mark.parametrize("op", ["add_rms_norm", "add_layer_norm"], indirect=True)
+
+
+# The interpreter computes with numpy, which warns where a GPU is silent.
+NUMPY_WARNS = pytest.mark.filterwarnings(
+    "ignore:(invalid value|overflow|divide by zero) encountered:RuntimeWarning"
+)
+
+
+@NUMPY_WARNS
+@ADDS
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype"),
+    [(a, b) for a in DTYPES for b in DTYPES if FP64 not in (a, b)] + [(FP64, FP64)],
+)
+def test_summed_is_the_plain_sum_bit_for_bit(
+    op, dtype, residual_dtype, train, device, assert_bits_equal
+):
+    inputs = op.inputs((4, 77), dtype, device, residual_dtype=residual_dtype)
+    x, residual = inputs["x"], inputs["residual"]
+    special = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 6e-8, 60000.0]
+    for i, a in enumerate(special):
+        for j, b in enumerate(special):
+            x[0, 7 * i + j] = a
+            residual[0, 7 * i + j] = b
+    if train:
+        x.requires_grad_()
+    y, summed = op.call(inputs)
+    expected = (residual + x).detach()
+    assert_bits_equal(summed.detach(), expected)
+    assert y.dtype == expected.dtype
+    assert y[0].isnan().all()
+    assert torch.isfinite(y[1:]).all()
+
+
+@ADDS
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype"), [(BF16, FP32), (FP32, BF16), (FP16, BF16), (FP16, FP32)]
+)
+def test_mixed_branch_and_residual(op, dtype, residual_dtype, device, check_against):
+    """The sum has the promoted dtype, and so has y; each gradient has its input's."""
+    inputs = op.inputs((31, 120), dtype, device, residual_dtype=residual_dtype, weight_dtype=FP32)
+    ours, _ = check_against(op.torch_function(), op, inputs, upstream(op, inputs))
+    assert ours.y.dtype == ours.summed.dtype == FP32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"), [(FP32, BF16), (FP32, FP16), (BF16, FP32), (FP64, FP32), (FP16, FP64)]
+)
+def test_out_dtype(op, dtype, out_dtype, device, ulp):
+    inputs = op.inputs((5, 120), dtype, device)
+    dy = torch.randn(5, 120).to(device, out_dtype)
+    grads = (dy, torch.zeros(5, 120).to(device, dtype)) if op.adds else (dy,)
+    ours = op.run(inputs, *grads, eps=EPS, out_dtype=out_dtype)
+    truth = op.exact(inputs, *grads, eps=EPS)
+    assert ours.y.dtype == out_dtype
+    unit = torch.finfo(FP32).eps if FP64 not in (dtype, out_dtype) else 0.0
+    slack = 16 * max(unit, torch.finfo(FP32).eps if dtype != FP64 else torch.finfo(FP64).eps)
+    assert ((ours.y.double() - truth.y).abs() <= ulp(truth.y, out_dtype) + slack).all()
+    if op.adds:
+        assert ours.summed.dtype == dtype
+    for name, grad in ours.grads.items():
+        assert grad.dtype == dtype
+        error = (grad.double() - truth.grads[name]).abs()
+        assert (error <= ulp(truth.grads[name], dtype) + 16 * slack).all(), name
+
+
+@RMS
+@pytest.mark.parametrize("cast", ["fp32", "input"])
+def test_fp32_residual_stream_feeds_bf16_matrices(op, cast, device):
+    """out_dtype wins over the promotion that ``cast="input"`` would give."""
+    inputs = op.inputs((3, 64), FP32, device)
+    y, _ = op.call(inputs, cast=cast, out_dtype=BF16)
+    full, _ = op.call(inputs, cast=cast)
+    assert torch.equal(y, full.to(BF16))
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("autocast_dtype", [BF16, FP16])
+def test_autocast_follows_torchs_own_norm(op, dtype, autocast_dtype, device):
+    inputs = op.inputs((3, 64), dtype, device, weight_dtype=FP32)
+    with torch.autocast(device, dtype=autocast_dtype):
+        y, summed = op.call(inputs, eps=EPS)
+        theirs, their_sum = op.call(inputs, op.torch_function(), eps=EPS)
+    assert y.dtype == theirs.dtype
+    assert differing_share(y, theirs) < (0.02 if y.dtype != FP32 else 1.0)
+    torch.testing.assert_close(y, theirs)
+    if op.adds:
+        assert summed.dtype == their_sum.dtype
+        assert torch.equal(summed, their_sum)
+
+
+# Weight gradients over many rows -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("rows", [150, pytest.param(50000, marks=pytest.mark.gpu)])
+def test_weight_gradients_over_many_rows(op, rows, dtype, device):
+    """Rounding errors of fp32 partial sums grow like a random walk: with the root of the rows."""
+    inputs = op.inputs((rows, 48), dtype, device, weight_dtype=FP32)
+    grads = upstream(op, inputs)
+    ours = op.run(inputs, *grads, eps=EPS)
+    truth = op.exact(inputs, *grads, eps=EPS)
+    for name in ("weight", "bias") if op.centers else ("weight",):
+        error = (ours.grads[name].double() - truth.grads[name]).abs().max().item()
+        # each term, of size 1, brings an error of about one unit; 4 standard deviations
+        assert error <= 4 * torch.finfo(FP32).eps * rows**0.5, name
+
+
+# Layouts -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def same(path):
+    """Equal bits from the kernels; weight gradients up to the order in which rows are summed."""
+
+    def check(ours, plain):
+        bits = dict(rtol=0, atol=0) if path != "reference" else dict(rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.y, plain.y, **bits)
+        for name, grad in ours.grads.items():
+            limits = bits if grad.dim() > 1 else dict(rtol=2e-3, atol=1e-4)
+            if grad.dtype == FP32 and grad.dim() == 1:
+                limits = dict(rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(grad, plain.grads[name], **limits)
+
+    return check
+
+
+def transposed(t):
+    return t.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def column_sliced(t):
+    return torch.stack([t, t + 1], -1).flatten(-2)[..., ::2]
+
+
+def misaligned(t):
+    buffer = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+    return buffer[1:].view(t.shape).copy_(t)
+
+
+def row_padded(t):
+    return torch.cat([t, t], -1)[..., : t.shape[-1]]
+
+
+def feature_major(t):
+    return t.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+LAYOUTS = [transposed, column_sliced, misaligned, row_padded, feature_major]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_layouts_equal_contiguous(op, layout, dtype, device, same):
+    inputs = op.inputs((4, 3, 48), dtype, device)
+    grads = upstream(op, inputs)
+    plain = op.run(inputs, *grads)
+    laid_out = {n: layout(t) if t.dim() > 1 else t for n, t in inputs.items()}
+    odd = op.run(laid_out, *(layout(g) for g in grads))
+    same(odd, plain)
+
+
+@pytest.mark.parametrize("mixed", ["x", "residual", "dy", "dsummed"])
+@ADDS
+def test_one_strided_tensor_among_contiguous_ones(op, mixed, device, same):
+    inputs = op.inputs((4, 3, 48), FP32, device)
+    dy, dsummed = upstream(op, inputs)
+    plain = op.run(inputs, dy, dsummed)
+    if mixed in inputs:
+        inputs[mixed] = row_padded(transposed(inputs[mixed]))
+    dy = column_sliced(dy) if mixed == "dy" else dy
+    dsummed = transposed(dsummed) if mixed == "dsummed" else dsummed
+    odd = op.run(inputs, dy, dsummed)
+    same(odd, plain)
+
+
+def test_expanded_inputs(op, device, same):
+    inputs = op.inputs((4, 3, 48), FP32, device)
+    inputs["x"] = inputs["x"][:1, :1].expand(4, 3, 48)
+    weight = torch.full((1,), 1.5, device=device).expand(48)
+    inputs["weight"] = weight
+    grads = upstream(op, inputs)
+    plain = op.run({n: t.contiguous() for n, t in inputs.items()}, *grads)
+    odd = op.run(inputs, *grads)
+    same(odd, plain)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@LAYER
+def test_strided_weight_and_bias(op, name, device, same):
+    inputs = op.inputs((4, 48), FP32, device)
+    grads = upstream(op, inputs)
+    plain = op.run(inputs, *grads)
+    inputs[name] = column_sliced(inputs[name])
+    assert not inputs[name].is_contiguous()
+    odd = op.run(inputs, *grads)
+    same(odd, plain)
+
+
+def test_head_slice_of_packed_projection(op, device, same):
+    """Query heads inside a packed projection: two row strides, the same values."""
+    packed = torch.randn(2, 5, 192, device=device)
+    heads = packed[..., :64].view(2, 5, 4, 16)
+    other = op.inputs((2, 5, 4, 16), FP32, device)
+    grads = upstream(op, {**other, "x": heads})
+    plain = op.run({**other, "x": heads.contiguous()}, *grads)
+    odd = op.run({**other, "x": heads}, *grads)
+    same(odd, plain)
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    "layout", [lambda t: t, *LAYOUTS], ids=["contiguous", *(f.__name__ for f in LAYOUTS)]
+)
+def test_results_have_the_strides_of_the_eager_code(op, layout, train, device):
+    """Code after a norm calls ``.view``: what works after the original must work after ours.
+
+    torch's LayerNorm returns row-major results; RMSNorms written in torch are elementwise
+    functions of their input and lie as it does.
+    """
+    inputs = op.inputs((4, 3, 48), FP32, device)
+    inputs = {n: layout(t) if t.dim() > 1 else t for n, t in inputs.items()}
+    if train:
+        inputs["x"].requires_grad_()
+    y, summed = op.call(inputs, eps=EPS)
+    eager = op.torch_function() if op.centers else hugging_face(llama, op)
+    theirs, their_sum = op.call(inputs, eager, eps=EPS)
+    assert y.stride() == theirs.stride()
+    if op.adds:
+        assert summed.stride() == their_sum.stride()
+
+
+# Unusual values ----------------------------------------------------------------------------------
+
+
+@NUMPY_WARNS
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_nan_and_infinity_stay_in_their_row(op, dtype, device):
+    inputs = op.inputs((5, 64), dtype, device)
+    clean, _ = op.call(inputs)
+    inputs["x"][1, 3] = float("nan")
+    inputs["x"][3, 5] = float("inf")
+    y, _ = op.call(inputs)
+    for row in (0, 2, 4):
+        assert torch.equal(y[row], clean[row])
+    theirs, _ = op.call(inputs, op.torch_function(), eps=EPS)
+    assert torch.equal(y.isnan(), theirs.isnan())
+    assert y[1].isnan().all()
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-15, 1e15, 3e17])
+def test_magnitudes_within_the_squares_range(op, magnitude, device):
+    inputs = op.inputs((3, 64), FP32, device)
+    for name in {"x", "residual"} & set(inputs):
+        inputs[name] = inputs[name] * magnitude
+    y, _ = op.call(inputs, eps=EPS)
+    theirs, _ = op.call(inputs, op.torch_function(), eps=EPS)
+    torch.testing.assert_close(y, theirs, rtol=1e-5, atol=1e-6)
+
+
+@NUMPY_WARNS
+@pytest.mark.parametrize("magnitude", [1e20, 1e25, 1e35])
+def test_squares_that_overflow_fp32(op, magnitude, device):
+    """The variance is infinite, so what remains is the bias; written in torch it is the same."""
+    inputs = op.inputs((3, 64), FP32, device)
+    for name in {"x", "residual"} & set(inputs):
+        inputs[name] = inputs[name] * magnitude
+    y, _ = op.call(inputs, eps=EPS)
+    expected = inputs["bias"] if op.centers else torch.zeros(64, device=device)
+    assert torch.equal(y, expected.expand(3, 64))
+
+
+def test_rows_of_zeros(op, device):
+    inputs = op.inputs((3, 64), FP32, device)
+    zeros = torch.zeros(3, 64, device=device)
+    inputs["x"] = zeros
+    if op.adds:
+        inputs["residual"] = zeros
+    grads = upstream(op, inputs)
+    ours = op.run(inputs, *grads, eps=EPS)
+    expected = inputs["bias"].expand(3, 64) if op.centers else zeros
+    assert torch.equal(ours.y, expected)
+    truth = op.exact(inputs, *grads, eps=EPS)
+    torch.testing.assert_close(ours.grads["x"].double(), truth.grads["x"], rtol=1e-5, atol=1e-5)
+
+
+def test_defaults_are_those_of_the_signature(device):
+    x = torch.full((2, 8), 1e-3, device=device)
+    assert torch.equal(fusedops.rms_norm(x), fusedops.rms_norm(x, None, 1e-6))
+    y, _ = fusedops.add_rms_norm(x, x)
+    assert torch.equal(y, fusedops.add_rms_norm(x, x, None, 1e-6)[0])
+    row = torch.arange(8.0, device=device) * 1e-3
+    assert torch.equal(fusedops.layer_norm(row), fusedops.layer_norm(row, None, None, 1e-5))
+    y, _ = fusedops.add_layer_norm(row, row)
+    assert torch.equal(y, fusedops.add_layer_norm(row, row, None, None, 1e-5)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_eps_none_is_what_torch_takes(dtype, device):
+    """Rows so small that eps decides; torch's documentation and its CPU kernel disagree here."""
+    x = torch.full((2, 8), 1e-4, dtype=FP64).to(device, dtype)
+    torch.testing.assert_close(
+        fusedops.rms_norm(x, None, None), F.rms_norm(x, (8,)), rtol=1e-3, atol=0
+    )
+    y, _ = fusedops.add_rms_norm(x, x, None, None)
+    torch.testing.assert_close(y, F.rms_norm(x + x, (8,)), rtol=1e-3, atol=0)
