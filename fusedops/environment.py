@@ -30,17 +30,18 @@ _PACKAGES = (
 _PROBE_ROWS, _PROBE_COLUMNS = 2, 64
 
 
-def describe() -> dict[str, Any]:
+def describe(*, probe: bool = True) -> dict[str, Any]:
     """Versions, GPUs, switches and the path of every operator, as plain JSON values.
 
     Every operator is called once on a tiny tensor of each kind of device here, so the paths are
-    seen and not guessed; on a GPU that compiles four small kernels.
+    seen and not guessed; on a GPU that compiles four small kernels. ``probe=False`` leaves
+    them out.
 
         >>> from fusedops.environment import describe
         >>> sorted(describe()["operators"])
         ['add_layer_norm', 'add_rms_norm', 'layer_norm', 'rms_norm']
     """
-    return {
+    found: dict[str, Any] = {
         "fusedops": fusedops.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -51,8 +52,10 @@ def describe() -> dict[str, Any]:
         "switches": {
             name: os.environ.get(name) for name in ("FUSEDOPS_DISABLE", "TRITON_INTERPRET")
         },
-        "operators": operator_paths(),
     }
+    if probe:
+        found["operators"] = operator_paths()
+    return found
 
 
 def operator_paths() -> dict[str, dict[str, dict[str, str]]]:

@@ -109,6 +109,10 @@ class LoadedModel:
     source: str
     tokenizer: Tokenizer | None
 
+    def prompt_length(self, prompt: str) -> int:
+        """How many tokens ``prompt`` is; 0 without a tokenizer."""
+        return 0 if self.tokenizer is None else len(self.tokenizer.encode(prompt))
+
     def inputs(self, prompt: str, *, batch: int = 1, tokens: int | None = None) -> dict[str, Any]:
         """``prompt`` as model inputs of shape (batch, tokens).
 
@@ -282,7 +286,8 @@ def _tokenizer(folder: str, options: dict[str, Any]) -> Tokenizer | None:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, **options)
+        return tokenizer
     except Exception:  # missing files surface as any of OSError, ValueError, TypeError, KeyError
         return None
 

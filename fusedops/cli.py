@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``fusedops`` command: ``compare`` proves a patched model equal, ``info`` tells what runs.
+
+Exit status: 0 parity holds (or nothing was to be proven), 1 it fails or is not proven, 2 the
+command could not do its work.
+"""
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import fusedops
+from fusedops import dispatch, environment
+
+if TYPE_CHECKING:
+    from fusedops.integrations.loading import LoadedModel
+    from fusedops.integrations.parity_report import ParityReport
+
+__all__ = ["main"]
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp64": torch.float64,
+}
+_ALIASES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+
+_PROMPT = (
+    "A river begins as a few drops under a stone, high up where the snow stays until June. Lower "
+    "down it turns mills, waters gardens and carries boats; it takes in other rivers and gives "
+    "its name to towns. Nobody who stands at its mouth could say which of the drops came from "
+    "where, and yet each of them has come the whole way, over every weir and under every bridge."
+)
+
+
+class _CommandError(Exception):
+    """Something that the user can put right; the message is one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with ``argv`` (default: the process's own arguments); the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.command == "info":
+            return _info(arguments)
+        return _compare(arguments, restart=argv is None)
+    except KeyboardInterrupt:
+        return _complain("interrupted", status=130)
+    except BrokenPipeError:
+        # The reader has gone; without this, the interpreter complains again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    except Exception as error:
+        if arguments.traceback:
+            raise
+        return _complain(_explain(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fusedops", description="Fused residual-add + norm operators for transformers."
+    )
+    parser.add_argument("--version", action="version", version=fusedops.__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    compare = commands.add_parser(
+        "compare",
+        help="patch a model and prove that it computes the same",
+        description="Run a model unpatched, patched, and unpatched in fp32, and compare. The exit "
+        "status is 0 only if parity holds. Without a GPU the kernels run under Triton's "
+        "interpreter, slowly.",
+    )
+    compare.add_argument(
+        "model",
+        metavar="MODEL",
+        help="hub id, folder, GGUF file, or a built-in random configuration: tiny-llama, "
+        "tiny-gpt2, llama-1b, llama-8b, gpt2-small, gpt2-xl",
+    )
+    compare.add_argument(
+        "--dtype",
+        type=_dtype,
+        metavar="{fp32,fp16,bf16,fp64}",
+        help="default: bf16 on a GPU, fp32 elsewhere",
+    )
+    compare.add_argument("--device", help="default: cuda if there is one, else cpu")
+    compare.add_argument("--prompt", help="text to run the model on (default: a short one)")
+    compare.add_argument(
+        "--batch", type=_positive, default=1, help="number of sequences (default: %(default)s)"
+    )
+    compare.add_argument(
+        "--tokens",
+        type=_positive,
+        help="length of each sequence; the prompt is cut or repeated to fill it (default: the "
+        "prompt's length, at least 64)",
+    )
+    compare.add_argument(
+        "--continuation",
+        type=_not_negative,
+        default=16,
+        metavar="TOKENS",
+        help="greedy tokens that both models score (default: %(default)s)",
+    )
+    compare.add_argument("--backward", action="store_true", help="compare gradients, too")
+    compare.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    compare.add_argument("--plot", metavar="FILE", help="save the drift by depth as an image")
+    compare.add_argument("--traceback", action="store_true", help="show where an error came from")
+
+    info = commands.add_parser(
+        "info", help="versions, GPU, and the path that each operator takes here, and why"
+    )
+    info.add_argument("--json", action="store_true", help="print JSON")
+    info.add_argument("--traceback", action="store_true", help="show where an error came from")
+    return parser
+
+
+# --- compare -----------------------------------------------------------------------------------
+
+
+def _compare(arguments: argparse.Namespace, *, restart: bool) -> int:
+    _require("transformers", "hf")
+    _require("rich", "cli")
+    if arguments.plot:
+        _require("matplotlib", "cli")
+    device = _device(arguments.device)
+    dtype = arguments.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    from fusedops.integrations import parity_report
+
+    if arguments.tokens and dtype.itemsize < 4:
+        tokens = arguments.batch * arguments.tokens
+        if tokens < parity_report.MIN_TOKENS:
+            raise _CommandError(
+                f"--batch times --tokens is {tokens}; below fp32 a comparison needs at least "
+                f"{parity_report.MIN_TOKENS} tokens"
+            )
+    for path in filter(None, (arguments.json, arguments.plot)):
+        parity_report.write_atomically(path)
+    if arguments.plot:
+        parity_report.image_format(arguments.plot)
+    if restart:
+        _restart_with_interpreter(device)
+
+    with _progress() as on_step, _quiet():
+        on_step(f"loading {arguments.model}", 0, 1)
+        loaded, report = _load_and_check(arguments, dtype, device, on_step)
+    _show(loaded, report, dtype, device)
+    if arguments.json:
+        _write_json(arguments, loaded, report)
+    if arguments.plot:
+        report.plot(arguments.plot)
+    return 0 if report.ok else 1
+
+
+def _load_and_check(
+    arguments: argparse.Namespace,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_step: Callable[[str, int, int], None],
+) -> tuple["LoadedModel", "ParityReport"]:
+    from fusedops.integrations.loading import load
+    from fusedops.integrations.parity import check_parity
+    from fusedops.integrations.parity_report import MIN_TOKENS
+
+    loaded = load(arguments.model, dtype, device)
+    prompt = _PROMPT if arguments.prompt is None else arguments.prompt
+    tokens = arguments.tokens
+    if tokens is None:
+        own = loaded.prompt_length(prompt) if arguments.prompt is not None else 0
+        tokens = max(own, MIN_TOKENS)
+    inputs = loaded.inputs(prompt, batch=arguments.batch, tokens=tokens)
+    report = check_parity(
+        loaded.model,
+        inputs,
+        backward=arguments.backward,
+        continuation=arguments.continuation,
+        on_step=on_step,
+    )
+    return loaded, report
+
+
+def _show(
+    loaded: "LoadedModel", report: "ParityReport", dtype: torch.dtype, device: torch.device
+) -> None:
+    print(loaded.source)
+    print(report.patch)
+    print()
+    print(report)
+    if report.continuation is not None and loaded.tokenizer is not None:
+        print(f"continuation: {loaded.tokenizer.decode(report.continuation.tokens)!r}")
+    if report.path == "interpreter" and dtype == torch.bfloat16:
+        print(
+            "note: Triton's interpreter cuts bf16 numbers off where a GPU rounds them; "
+            "use fp32 or fp16 to judge the kernels on a CPU"
+        )
+
+
+def _write_json(
+    arguments: argparse.Namespace, loaded: "LoadedModel", report: "ParityReport"
+) -> None:
+    from fusedops.integrations.parity_report import write_atomically
+
+    found = {
+        "source": loaded.source,
+        "batch": arguments.batch,
+        "environment": environment.describe(probe=False),
+        **report.to_dict(),
+    }
+    text = json.dumps(found, indent=2, allow_nan=False) + "\n"
+    write_atomically(arguments.json, lambda file: Path(file).write_text(text))
+
+
+def _restart_with_interpreter(device: torch.device) -> None:
+    """Have the kernels run on the CPU, which Triton decides when they are defined: too late now.
+
+    The same command line is run again in place of this process, with ``TRITON_INTERPRET=1``. A
+    user who set that variable, to either value, is obeyed.
+    """
+    if (
+        device.type != "cpu"
+        or "TRITON_INTERPRET" in os.environ
+        or dispatch.DISABLED
+        or dispatch.TRITON_OBSTACLE is not None
+    ):
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, sys.orig_argv, {**os.environ, "TRITON_INTERPRET": "1"})
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A progress bar on stderr, or a line a step where that is no terminal; gives the function
+    that moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda what, done, total: print(f"... {what}", file=sys.stderr, flush=True)
+        return
+    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1)
+
+        def on_step(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield on_step
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No chatter of other libraries between the progress bar and the tables."""
+    from transformers.utils import logging as transformers_logging
+
+    hub = logging.getLogger("huggingface_hub")
+    verbosity, hub_level = transformers_logging.get_verbosity(), hub.level
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    hub.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hub.setLevel(hub_level)
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+# --- info --------------------------------------------------------------------------------------
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    found = environment.describe()
+    print(json.dumps(found, indent=2) if arguments.json else environment.render(found))
+    return 0
+
+
+# --- arguments and errors ----------------------------------------------------------------------
+
+
+def _dtype(text: str) -> torch.dtype:
+    name = _ALIASES.get(text, text)
+    if name not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}, got {text!r}")
+    return _DTYPES[name]
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _not_negative(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least}, got {text!r}")
+    return number
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise _CommandError(f"--device {name}: {environment.one_line(error)}") from None
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise _CommandError(f"--device {name}: torch sees {count} CUDA devices here")
+    return device
+
+
+def _require(package: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise _CommandError(
+            f"this command needs {package}, which is not installed: pip install 'fusedops[{extra}]'"
+        )
+
+
+def _explain(error: Exception) -> str:
+    line = environment.one_line(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return f"out of memory; fewer --tokens or a smaller --batch need less ({line})"
+    if isinstance(error, _CommandError | ValueError | OSError):
+        return line
+    return f"{type(error).__name__}: {line} (--traceback shows where)"
+
+
+def _complain(message: str, *, status: int = 2) -> int:
+    print(f"fusedops: error: {message}", file=sys.stderr)
+    return status
