@@ -150,7 +150,6 @@ def norm(
         None,
         *plan.strides,
         n_rows,
-        n_cols,
         *plan.constants,
     )
     return y, summed

@@ -57,20 +57,24 @@ def norm_backward_kernel(
     ds_row_stride,
     n_inner,
     n_rows,
-    n_cols,
+    N_COLS: tl.constexpr,
     CENTERED: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Persistent: each program walks over tiles of BLOCK_ROWS whole rows, a grid apart."""
+    """Persistent: each program walks over tiles of BLOCK_ROWS whole rows, a grid apart.
+
+    The row length is a constant for the same reason as in the forward.
+    """
+    MASKED: tl.constexpr = BLOCK_SIZE != N_COLS
     ACC: tl.constexpr = tl.float64 if s_ptr.dtype.element_ty == tl.float64 else tl.float32
 
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_SIZE)
-    col_mask = cols < n_cols
-    count = tl.cast(n_cols, ACC)
+    col_mask = (cols < N_COLS) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
+    count = tl.cast(N_COLS, ACC)
     if weight_ptr is not None:
         weight = load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET)
     if dweight_partial_ptr is not None:
@@ -90,7 +94,8 @@ def norm_backward_kernel(
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
         if CENTERED:
             s -= tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
-            s = tl.where(mask, s, 0.0)
+            if MASKED:
+                s = tl.where(mask, s, 0.0)
         x_hat = s * rstd
         if dweight_partial_ptr is not None:
             dweight += dy * x_hat
@@ -112,7 +117,7 @@ def norm_backward_kernel(
             ds_offsets = (rows * ds_row_stride)[:, None] + cols[None, :]
             tl.store(ds_ptr + ds_offsets, ds.to(ds_ptr.dtype.element_ty), mask=mask)
 
-    partial_offsets = pid.to(tl.int64) * n_cols + cols
+    partial_offsets = pid.to(tl.int64) * N_COLS + cols
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_offsets, tl.sum(dweight, axis=0), mask=col_mask)
     if dbias_partial_ptr is not None:
@@ -137,7 +142,7 @@ def norm_backward_looped_kernel(
     ds_row_stride,
     n_inner,
     n_rows,
-    n_cols,
+    N_COLS: tl.constexpr,
     CENTERED: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -160,9 +165,9 @@ def norm_backward_looped_kernel(
 
     g_sum = tl.zeros((1, BLOCK_SIZE), dtype=ACC)
     gx_sum = tl.zeros((1, BLOCK_SIZE), dtype=ACC)
-    for start in range(0, n_cols, BLOCK_SIZE):
+    for start in range(0, N_COLS, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)
-        col_mask = cols < n_cols
+        col_mask = cols < N_COLS
         mask = col_mask[None, :]
         s = tl.load(s_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
         g = tl.load(dy_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
@@ -172,13 +177,13 @@ def norm_backward_looped_kernel(
             s = tl.where(mask, s - mean, 0.0)
             g_sum += g
         gx_sum += g * (s * rstd)
-    count = tl.cast(n_cols, ACC)
+    count = tl.cast(N_COLS, ACC)
     gx_mean = divide(tl.sum(gx_sum, axis=1), count)[:, None]
     g_mean = divide(tl.sum(g_sum, axis=1), count)[:, None]
 
-    for start in range(0, n_cols, BLOCK_SIZE):
+    for start in range(0, N_COLS, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)
-        col_mask = cols < n_cols
+        col_mask = cols < N_COLS
         mask = col_mask[None, :]
         s = tl.load(s_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
         ds = tl.load(dy_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
@@ -207,7 +212,7 @@ def weight_gradient_kernel(
     dy_outer_stride,
     n_inner,
     n_rows,
-    n_cols,
+    N_COLS: tl.constexpr,
     CENTERED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -220,7 +225,7 @@ def weight_gradient_kernel(
     ACC: tl.constexpr = tl.float64 if s_ptr.dtype.element_ty == tl.float64 else tl.float32
 
     cols = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    col_mask = cols < n_cols
+    col_mask = cols < N_COLS
     partial = tl.program_id(1)
     dweight = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
     dbias = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
@@ -240,7 +245,7 @@ def weight_gradient_kernel(
             rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
             dweight += tl.where(mask, dy * (s * rstd), 0.0)
 
-    offsets = partial.to(tl.int64) * n_cols + cols
+    offsets = partial.to(tl.int64) * N_COLS + cols
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + offsets, tl.sum(dweight, axis=0), mask=col_mask)
     if dbias_partial_ptr is not None:

@@ -30,22 +30,37 @@ __all__ = ["norm_forward_kernel", "norm_forward_looped_kernel"]
 
 
 @triton.jit
+def sum_both(a, b):
+    """Row sums of two tiles, by one exchange between the warps instead of two."""
+    return tl.sum(tl.join(a, b), axis=1).split()
+
+
+@triton.jit
+def load_columns(ptr, cols, col_mask, other):
+    """A block of weight or bias; where there is none, a value that nothing reads."""
+    if ptr is None:
+        return tl.zeros((1,), dtype=tl.float32)
+    else:
+        return tl.load(ptr + cols, mask=col_mask, other=other)
+
+
+@triton.jit
 def scale_and_shift(
-    x_hat, weight_ptr, bias_ptr, cols, col_mask, S_DTYPE, Y_DTYPE, CAST_INPUT, WEIGHT_OFFSET
+    x_hat, weight_ptr, bias_ptr, weight, bias, S_DTYPE, Y_DTYPE, CAST_INPUT, WEIGHT_OFFSET
 ):
     """y before its last rounding, from x_hat (rows, BLOCK_SIZE)."""
     # The product is formed in fp32, or in fp64 where y is fp64.
-    PRODUCT: tl.constexpr = tl.float64 if tl.float64 == Y_DTYPE else x_hat.dtype
+    PRODUCT: tl.constexpr = tl.float64 if Y_DTYPE == tl.float64 else x_hat.dtype
     if CAST_INPUT:
         x_hat = x_hat.to(S_DTYPE)
     y = x_hat.to(PRODUCT)
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + cols, mask=col_mask, other=1.0).to(PRODUCT)
+        scale = weight.to(PRODUCT)
         if WEIGHT_OFFSET != 0.0:
-            weight += WEIGHT_OFFSET
-        y *= weight[None, :]
+            scale += WEIGHT_OFFSET
+        y *= scale[None, :]
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(PRODUCT)[None, :]
+        y += bias.to(PRODUCT)[None, :]
     return y
 
 
@@ -66,15 +81,20 @@ def norm_forward_kernel(
     y_row_stride,
     n_inner,
     n_rows,
-    n_cols,
     eps: tl.float64,
+    N_COLS: tl.constexpr,
     CENTERED: tl.constexpr,
     CAST_INPUT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """BLOCK_ROWS whole rows a program; BLOCK_SIZE >= n_cols."""
+    """BLOCK_ROWS whole rows a program; BLOCK_SIZE is the smallest power of two >= N_COLS.
+
+    The row length is a constant here so that the compiler drops the lanes beyond it, and all
+    masking of columns where it is a power of two itself.
+    """
+    MASKED: tl.constexpr = BLOCK_SIZE != N_COLS
     S_DTYPE: tl.constexpr = (x_ptr if sum_ptr is None else sum_ptr).dtype.element_ty
     Y_DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if tl.float64 == S_DTYPE else tl.float32
@@ -82,7 +102,7 @@ def norm_forward_kernel(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_SIZE)
     row_mask = rows < n_rows
-    col_mask = cols < n_cols
+    col_mask = (cols < N_COLS) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
     mask = row_mask[:, None] & col_mask[None, :]
 
     x_offsets = row_offsets(rows, n_inner, x_outer_stride, x_row_stride)
@@ -97,15 +117,20 @@ def norm_forward_kernel(
         tl.store(sum_ptr + y_offsets, summed, mask=mask)
         s = summed.to(ACC)
 
-    count = tl.cast(n_cols, ACC)
+    count = tl.cast(N_COLS, ACC)
     if CENTERED:
         mean = divide(tl.sum(s, axis=1), count)
-        deviation = tl.where(mask, s - mean[:, None], 0.0)
-        correction = divide(tl.sum(deviation, axis=1), count)
-        variance = divide(tl.sum(deviation * deviation, axis=1), count) - correction * correction
+        deviation = s - mean[:, None]
+        if MASKED:
+            deviation = tl.where(mask, deviation, 0.0)
+        deviation_sum, square_sum = sum_both(deviation, deviation * deviation)
+        correction = divide(deviation_sum, count)
+        variance = divide(square_sum, count) - correction * correction
         variance = tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL)
         mean += correction
-        s = tl.where(mask, s - mean[:, None], 0.0)
+        s -= mean[:, None]
+        if MASKED:
+            s = tl.where(mask, s, 0.0)
         if mean_ptr is not None:
             tl.store(mean_ptr + rows, mean, mask=row_mask)
     else:
@@ -118,8 +143,8 @@ def norm_forward_kernel(
         s * rstd[:, None],
         weight_ptr,
         bias_ptr,
-        cols,
-        col_mask,
+        load_columns(weight_ptr, cols, col_mask, 1.0),
+        load_columns(bias_ptr, cols, col_mask, 0.0),
         S_DTYPE,
         Y_DTYPE,
         CAST_INPUT,
@@ -145,8 +170,8 @@ def norm_forward_looped_kernel(
     y_row_stride,
     n_inner,
     n_rows,
-    n_cols,
     eps: tl.float64,
+    N_COLS: tl.constexpr,
     CENTERED: tl.constexpr,
     CAST_INPUT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
@@ -171,9 +196,9 @@ def norm_forward_looped_kernel(
     mean = tl.zeros((1,), dtype=ACC)
     m2 = tl.zeros((1,), dtype=ACC)  # CENTERED: sum of squared deviations so far
     squares = tl.zeros((1, BLOCK_SIZE), dtype=ACC)  # otherwise: squares, one sum a lane
-    for start in range(0, n_cols, BLOCK_SIZE):
+    for start in range(0, N_COLS, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)
-        mask = (cols < n_cols)[None, :]
+        mask = (cols < N_COLS)[None, :]
         s = tl.load(x_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
@@ -181,13 +206,13 @@ def norm_forward_looped_kernel(
             tl.store(sum_ptr + cols[None, :], summed, mask=mask)
             s = summed.to(ACC)
         if CENTERED:
-            count = tl.cast(tl.minimum(n_cols - start, BLOCK_SIZE), ACC)
+            count = tl.cast(tl.minimum(N_COLS - start, BLOCK_SIZE), ACC)
             before = tl.cast(start, ACC)
             chunk_mean = divide(tl.sum(s, axis=1), count)
             deviation = tl.where(mask, s - chunk_mean[:, None], 0.0)
-            total_deviation = tl.sum(deviation, axis=1)
-            correction = divide(total_deviation, count)
-            chunk_m2 = tl.sum(deviation * deviation, axis=1) - total_deviation * correction
+            deviation_sum, square_sum = sum_both(deviation, deviation * deviation)
+            correction = divide(deviation_sum, count)
+            chunk_m2 = square_sum - deviation_sum * correction
             chunk_mean += correction
             delta = chunk_mean - mean
             # The first chunk's mean is taken as it is, so that constant rows stay exact.
@@ -197,7 +222,7 @@ def norm_forward_looped_kernel(
         else:
             squares += s * s
 
-    count = tl.cast(n_cols, ACC)
+    count = tl.cast(N_COLS, ACC)
     if CENTERED:
         variance = tl.maximum(divide(m2, count), 0.0, propagate_nan=tl.PropagateNan.ALL)
         if mean_ptr is not None:
@@ -211,9 +236,9 @@ def norm_forward_looped_kernel(
     if residual_ptr is not None:
         x_ptr = sum_ptr
         tl.debug_barrier()  # the sums that other threads stored must be visible
-    for start in range(0, n_cols, BLOCK_SIZE):
+    for start in range(0, N_COLS, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)
-        col_mask = cols < n_cols
+        col_mask = cols < N_COLS
         mask = col_mask[None, :]
         s = tl.load(x_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
         if CENTERED:
@@ -222,8 +247,8 @@ def norm_forward_looped_kernel(
             s * rstd[:, None],
             weight_ptr,
             bias_ptr,
-            cols,
-            col_mask,
+            load_columns(weight_ptr, cols, col_mask, 1.0),
+            load_columns(bias_ptr, cols, col_mask, 0.0),
             S_DTYPE,
             Y_DTYPE,
             CAST_INPUT,

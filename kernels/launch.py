@@ -117,10 +117,10 @@ def prepare_forward(
             n_cols,
             x.shape[1] if x.dim() == 3 else None,
             n_rows,
-            n_cols,
             eps,
         ),
         {
+            "N_COLS": n_cols,
             "CENTERED": centered,
             "CAST_INPUT": cast_input,
             "WEIGHT_OFFSET": weight_offset,
@@ -178,8 +178,9 @@ def launch_backward(
     dweight_partial, dbias_partial = partial_sums(dweight), partial_sums(dbias)
     n_inner = s.shape[1] if s.dim() == 3 else None
     s_strides, dy_strides = row_strides(s, n_rows), row_strides(dy, n_rows)
-    sizes = (n_inner, n_rows, n_cols)
+    counts = (n_inner, n_rows)
     meta = {
+        "N_COLS": n_cols,
         "CENTERED": mean is not None,
         "WEIGHT_OFFSET": weight_offset,
         "BLOCK_SIZE": config.block_size,
@@ -191,18 +192,18 @@ def launch_backward(
     strides = (*s_strides, *dy_strides, *row_strides(dsum, n_rows), n_cols)
     if not looped:
         meta |= {"BLOCK_ROWS": config.block_rows, "NUM_STAGES": config.num_stages}
-        arguments = (*inputs, ds, *partials, *strides, *sizes)
+        arguments = (*inputs, ds, *partials, *strides, *counts)
         run(Call(norm_backward_kernel, (n_partials,), arguments, meta), device)
     elif ds is not None:
-        arguments = (*inputs, ds, *strides, *sizes)
+        arguments = (*inputs, ds, *strides, *counts)
         run(Call(norm_backward_looped_kernel, (n_rows,), arguments, meta), device)
     if dweight is None and dbias is None:
         return
     if looped:
         columns = weight_gradient_config(n_cols)
         grid = (triton.cdiv(n_cols, columns.block_size), n_partials)
-        arguments = (s, dy, mean, rstd, *partials, *s_strides, *dy_strides, *sizes)
-        meta = {"CENTERED": mean is not None, **column_meta(columns)}
+        arguments = (s, dy, mean, rstd, *partials, *s_strides, *dy_strides, *counts)
+        meta = {"N_COLS": n_cols, "CENTERED": mean is not None, **column_meta(columns)}
         run(Call(weight_gradient_kernel, grid, arguments, meta), device)
     columns = reduce_config(n_cols)
     grid = (triton.cdiv(n_cols, columns.block_size),)
