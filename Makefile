@@ -36,7 +36,7 @@ typecheck:
 		--config-file $(CURDIR)/setup.cfg --cache-dir $(CURDIR)/.mypy_cache -p fusedops
 
 demo:
-	PYTHON=$(PYTHON) VENV=$(DEMO_VENV) CACHE=$(CACHE) MAKE="$(MAKE) --no-print-directory" \
+	@PYTHON=$(PYTHON) DEMO_VENV=$(DEMO_VENV) CACHE=$(CACHE) MAKE="$(MAKE) --no-print-directory" \
 		sh examples/demo.sh
 
 clean:
