@@ -192,7 +192,7 @@ def _compare(
     notes: list[str] = []
     total = 7
     with ExitStack() as stack:
-        with _suspended(model) as came_patched:
+        with patching.suspended(model) as came_patched:
             on_step("unpatched model", 0, total)
             unpatched = subject.run(model, hooks=True)
             on_step("greedy continuation", 1, total)
@@ -273,22 +273,6 @@ def _kept_state(model: nn.Module) -> Iterator[None]:
             random.setstate(python_state)
             for module, flag in training:
                 module.training = flag
-
-
-@contextmanager
-def _suspended(model: nn.Module) -> Iterator[bool]:
-    """The model unpatched inside, patched as it was afterwards; gives whether it was."""
-    specs = [
-        (module, vars(module)[patching.SPEC])
-        for module in model.modules()
-        if patching.is_patched(module)
-    ]
-    patching.unpatch(model)
-    try:
-        yield bool(specs)
-    finally:
-        for module, spec in specs:
-            patching._patch_norm(module, spec)
 
 
 def _fresh(value: Any, device: torch.device) -> Any:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `patch` did, as data and as a table of plain text."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["NormRow", "PatchReport", "plain_table"]
+from fusedops.integrations.stream import BlockState
+
+__all__ = ["FusedRow", "NormRow", "PatchReport", "plain_table"]
 
 
 def plain_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -57,14 +60,69 @@ class NormRow:
 
 
 @dataclass(frozen=True)
+class FusedRow:
+    """The residual adds that the blocks of one class have done since they were patched.
+
+    ``inside`` were fused with a norm of the block itself, ``across`` with one after it (``missed``
+    of these for a norm that then was not called with the sum), ``plain`` done by themselves, for
+    the ``reasons`` counted. ``note`` says why blocks run without the stream.
+    """
+
+    block_class: str
+    blocks: int
+    forwards: int
+    inside: int
+    across: int
+    missed: int
+    plain: int
+    reasons: dict[str, int] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def why(self) -> str:
+        """Note and reasons in one line."""
+        reasons = [f"{reason} ({count})" for reason, count in self.reasons.items() if count]
+        return "; ".join([self.note, *reasons] if self.note else reasons)
+
+
+@dataclass(frozen=True)
 class PatchReport:
-    """What `patch` found in a model. Printing it gives a table.
+    """What `patch` found in a model. Printing it gives tables.
 
     ``model`` is the model's class; ``norms`` holds a row for each class of norm and treatment.
+    ``fused`` counts, at the time when it is read, the adds of each class of block.
     """
 
     model: str
     norms: tuple[NormRow, ...]
+    blocks: tuple[BlockState, ...] = field(default=(), repr=False)
+
+    @property
+    def fused(self) -> tuple[FusedRow, ...]:
+        """A row for each class of block: adds fused inside, across, and done plainly."""
+        by_class: dict[type, list[BlockState]] = {}
+        for state in self.blocks:
+            by_class.setdefault(state.block_class, []).append(state)
+        rows = []
+        for block_class, states in by_class.items():
+            reasons: Counter[str] = Counter()
+            for state in states:
+                reasons.update(state.plain)
+            notes = {state.obstacle for state in states if state.obstacle is not None}
+            rows.append(
+                FusedRow(
+                    block_class.__qualname__,
+                    blocks=len(states),
+                    forwards=sum(state.calls for state in states),
+                    inside=sum(state.inside for state in states),
+                    across=sum(state.across for state in states),
+                    missed=sum(state.missed for state in states),
+                    plain=reasons.total(),
+                    reasons=dict(reasons),
+                    note="; ".join(sorted(notes)),
+                )
+            )
+        return tuple(rows)
 
     @property
     def patched(self) -> int:
@@ -83,9 +141,18 @@ class PatchReport:
             "patched": self.patched,
             "left_alone": self.left_alone,
             "norms": [asdict(row) | {"dtypes": list(row.dtypes)} for row in self.norms],
+            "fused": [asdict(row) for row in self.fused],
         }
 
     def __str__(self) -> str:
         rows = [[row.norm_class, row.count, row.describe()] for row in self.norms]
         title = f"{self.model}: {self.patched} norms patched, {self.left_alone} left alone"
-        return title + "\n" + plain_table(["norm class", "count", "now"], rows)
+        text = title + "\n" + plain_table(["norm class", "count", "now"], rows)
+        if self.blocks:
+            headers = ["block class", "blocks", "fused inside", "across", "plain", "why plain"]
+            counts = [
+                [row.block_class, row.blocks, row.inside, row.across, row.plain, row.why]
+                for row in self.fused
+            ]
+            text += "\n\nresidual adds so far\n" + plain_table(headers, counts)
+        return text

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes that patched modules get, and how a module changes into one and back.
+
+Only ``__class__`` changes, to a generated subclass of the module's own class with the same name,
+one for each class and `Kind`. That keeps gradient checkpointing, hooks and ``isinstance`` as they
+are, which a forward replaced in the instance does not. What a patched module does stands in
+instance attributes; without these it behaves as its original class.
+
+Pickles (also ``torch.save(model)``) hold the original class and the instruction to change it
+again. Where fusedops is not installed such a pickle fails to load with ModuleNotFoundError: save
+the ``state_dict``, which is the same patched or not, or `unpatch` first.
+"""
+
+import copyreg
+import enum
+import functools
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedops.integrations.norms import SPEC
+from fusedops.integrations.stream import (
+    BLOCK,
+    ResidualStream,
+    as_tensor,
+    call_norm,
+    run_block,
+    run_plain_norm,
+)
+
+__all__ = [
+    "Kind",
+    "forward_obstacle",
+    "generated_class",
+    "into_kind",
+    "is_outermost",
+    "original_class",
+    "restore",
+]
+
+ORIGINAL = "__fusedops_original__"  # class attribute of a generated class: the class it stands for
+GUARDED = "_fusedops_guarded"  # instance attribute of a submodule: keys of streams handed to it
+
+
+class Kind(enum.Enum):
+    """What a generated class overrides."""
+
+    NORM = "norm"  # runs an operator, and takes streams
+    BLOCK = "block"  # runs its forward with streams
+    GUARD = "guard"  # is handed tensors for streams
+
+
+_lock = threading.Lock()
+_classes: dict[tuple[type, Kind], type] = {}
+
+
+def generated_class(original: type, kind: Kind) -> type:
+    """The one subclass of ``original`` for modules of that kind."""
+    with _lock:
+        if (original, kind) not in _classes:
+            _classes[original, kind] = _generate(original, kind)
+        return _classes[original, kind]
+
+
+def is_outermost(module: nn.Module) -> bool:
+    """Whether ``module``'s class is a generated one, with nobody's on top of it."""
+    return ORIGINAL in type(module).__dict__
+
+
+def original_class(module: nn.Module) -> type:
+    """The class that ``module`` has, or had before it was patched."""
+    return type(module).__dict__.get(ORIGINAL, type(module))
+
+
+def _generate(original: Any, kind: Kind) -> type:
+    def forward_norm(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and len(args) == 1 and not kwargs:
+            y = run_plain_norm(self, args[0])
+            if y is not None:
+                return y
+        return original.forward(self, *args, **kwargs)
+
+    def forward_block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original.forward(self, *args, **kwargs)
+        return run_block(original.forward, self, args, kwargs, watch, unguard_needless)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for value in args:
+            if type(value) is ResidualStream:
+                if kind is Kind.NORM and len(args) == 1 and not kwargs and SPEC in self.__dict__:
+                    return call_norm(original.__call__, self, value)
+                args = tuple(_outside(self, arg) for arg in args)
+                break
+        for name, value in kwargs.items():
+            if type(value) is ResidualStream:
+                kwargs[name] = _outside(self, value)
+        return original.__call__(self, *args, **kwargs)
+
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        reduced = original.__reduce_ex__(self, protocol)
+        if reduced[0] is not copyreg.__newobj__ or reduced[1][0] is not cls:  # type: ignore[attr-defined]
+            return reduced
+        state = reduced[2]
+        if isinstance(state, dict) and GUARDED in state:
+            state = {name: value for name, value in state.items() if name != GUARDED}
+        return _rebuild, (original, kind, *reduced[1][1:]), state, *reduced[3:]
+
+    def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
+        replica = original._replicate_for_data_parallel(self)
+        if BLOCK in vars(replica):  # what it knows of the original's next norm is not true of it
+            vars(replica)[BLOCK] = vars(replica)[BLOCK].for_replica()
+        return replica
+
+    members: dict[str, Any] = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        ORIGINAL: original,
+        "__call__": call,
+        "__reduce_ex__": __reduce_ex__,
+        "_replicate_for_data_parallel": _replicate_for_data_parallel,
+    }
+    if kind is not Kind.GUARD:
+        forward = forward_norm if kind is Kind.NORM else forward_block
+        members["forward"] = functools.wraps(original.forward)(forward)
+    cls = type(original)(original.__name__, (original,), members)
+    return cls
+
+
+def _outside(module: nn.Module, value: Any) -> Any:
+    """The tensor for a stream that ``module`` is handed, which is noted."""
+    if type(value) is not ResidualStream:
+        return value
+    module.__dict__.setdefault(GUARDED, set()).add(value._key)
+    return as_tensor(value)
+
+
+def _rebuild(original: Any, kind: Kind, *args: Any) -> nn.Module:
+    """Make an empty instance of a generated class; pickles and copies call this."""
+    module = original.__new__(original, *args)
+    if kind is not Kind.GUARD:  # guards come back when the copy's block has run
+        module.__class__ = generated_class(original, kind)
+    return module
+
+
+# --- submodules that are handed streams --------------------------------------------------------
+
+
+def watch(block: nn.Module) -> Callable[[], list[nn.Module]]:
+    """Give tensors to all submodules that the block's own code hands a stream, and note these.
+
+    Returns what ends it, which returns the modules that were handed one; they keep their guard.
+    """
+    fresh = [
+        module
+        for module in block.modules()
+        if module is not block
+        and not is_outermost(module)
+        and not isinstance(module, torch.jit.ScriptModule)
+        and type(module).forward is not _NO_FORWARD
+    ]
+    for module in fresh:
+        module.__class__ = generated_class(type(module), Kind.GUARD)
+
+    def end() -> list[nn.Module]:
+        for module in fresh:
+            if GUARDED not in vars(module):
+                unguard(module)
+        return [module for module in fresh if GUARDED in vars(module)]
+
+    return end
+
+
+_NO_FORWARD = nn.Module.forward  # of containers, which cannot be called
+
+
+def unguard_needless(modules: list[nn.Module], keys: set[int | str]) -> None:
+    """Take the guard off those that were handed streams of no use, which will not come again."""
+    for module in modules:
+        if not keys.intersection(vars(module).get(GUARDED, ())):
+            unguard(module)
+
+
+def unguard(module: nn.Module) -> None:
+    vars(module).pop(GUARDED, None)
+    if type(module) is generated_class(original_class(module), Kind.GUARD):
+        module.__class__ = original_class(module)
+
+
+# --- into a kind and back ----------------------------------------------------------------------
+
+
+def into_kind(module: nn.Module, kind: Kind) -> None:
+    """Give ``module`` the generated class of its own; the inverse is `restore`."""
+    before = type(module)
+    original = original_class(module)
+    if not is_outermost(module) and hasattr(before, ORIGINAL):
+        return  # another class came on top of ours, which still is below and serves again
+    module.__class__ = generated_class(original, kind)
+    vars(module).pop(GUARDED, None)
+    _rebind_forwards(module, before.forward, type(module).forward)
+
+
+def restore(module: nn.Module) -> None:
+    """Take everything of ours off ``module``, except a class that others have built upon."""
+    for name in (SPEC, BLOCK, GUARDED):
+        vars(module).pop(name, None)
+    if is_outermost(module):
+        generated: Any = type(module)
+        original: Any = original_class(module)
+        module.__class__ = original
+        _rebind_forwards(module, generated.forward, original.forward)
+
+
+def _bound_forwards(module: nn.Module, function: Any) -> list[str]:
+    """Instance attributes that hold ``function`` bound to ``module``.
+
+    accelerate keeps the forward of a module that it hooks in ``_old_forward``, and leaves it in
+    ``forward`` when it takes the hook off; the class's own forward is not looked up then.
+    """
+    return [
+        name
+        for name in ("forward", "_old_forward")
+        if isinstance(method := vars(module).get(name), types.MethodType)
+        and method.__func__ is function
+        and method.__self__ is module
+    ]
+
+
+def _rebind_forwards(module: nn.Module, old: Any, new: Any) -> None:
+    for name in _bound_forwards(module, old):
+        vars(module)[name] = types.MethodType(new, module)
+    hooked = vars(module).get("forward")
+    wrapped = getattr(hooked, "__wrapped__", None)
+    if isinstance(wrapped, types.MethodType) and wrapped.__func__ is old:
+        hooked.__wrapped__ = types.MethodType(new, module)  # type: ignore[union-attr]
+
+
+def forward_obstacle(module: nn.Module) -> str | None:
+    """Why a change of class would not reach the forward of this module."""
+    state = vars(module)
+    ours = _bound_forwards(module, type(module).forward)
+    if "_old_forward" in state and "_old_forward" not in ours:
+        return "a hook keeps a forward that is not its class's"
+    if "forward" in state and "forward" not in ours and "_old_forward" not in state:
+        return "has a forward of its own in the instance"
+    return None

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks whose own code may not be handed a stand-in for a tensor.
+
+Torch functions and operators ask their arguments for ``__torch_function__``; autograd Functions,
+TorchScript, C extensions and checkpoints do not. The first would compute the right values and
+lose the gradients without a word. So before a block gets a `ResidualStream`, the code that it may
+run by itself is read: its forward, the functions and methods named there, and those named in
+these. Submodules are no part of that, they are handed tensors.
+"""
+
+import dis
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["stream_obstacle", "writes_in_place"]
+
+_IN_PLACE_METHODS = frozenset(
+    name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")
+)
+_KNOWN_ROOTS = frozenset(sys.stdlib_module_names) | {"torch", "builtins"}
+
+
+@functools.cache
+def stream_obstacle(cls: type) -> str | None:
+    """Why instances of ``cls`` must run on plain tensors, or None.
+
+    Errs on the side of an obstacle: that costs a fusion and nothing else.
+    """
+    return _Reader(cls).read_function(cls.forward)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def writes_in_place(cls: type) -> bool:
+    """Whether the own code of ``cls`` may change a tensor in place.
+
+    Version counters find out when that meets an add that is still to be done; inference tensors
+    have none.
+    """
+    reader = _Reader(cls)
+    reader.read_function(cls.forward)  # type: ignore[attr-defined]
+    return any(
+        instruction.opname in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR")
+        or instruction.opname.startswith("INPLACE_")
+        or (instruction.opname == "BINARY_OP" and instruction.argrepr.endswith("="))
+        or (
+            instruction.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            and instruction.argval in _IN_PLACE_METHODS
+        )
+        for function in reader.seen
+        for code in _nested_codes(function.__code__)
+        for instruction in dis.get_instructions(code)
+    )
+
+
+class _Reader:
+    """Follows the names in a function's bytecode to what they stand for."""
+
+    def __init__(self, owner: type) -> None:
+        self.owner = owner
+        self.seen: set[types.FunctionType] = set()
+
+    def read_function(self, function: Any) -> str | None:
+        function = inspect.unwrap(function)
+        if not isinstance(function, types.FunctionType) or function in self.seen:
+            return None
+        self.seen.add(function)
+        for code in _nested_codes(function.__code__):
+            obstacle = self.read_code(code, function)
+            if obstacle is not None:
+                return obstacle
+        return None
+
+    def read_code(self, code: types.CodeType, function: types.FunctionType) -> str | None:
+        closure = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+        unknown = object()
+        value: Any = unknown  # what the instruction before has put on the stack, where known
+        for instruction in dis.get_instructions(code):
+            name, operation = instruction.argval, instruction.opname
+            if operation in ("PRECALL", "CACHE", "PUSH_NULL", "NOP", "EXTENDED_ARG"):
+                continue
+            if operation in ("LOAD_ATTR", "LOAD_METHOD"):
+                if "checkpoint" in name:
+                    return f"names {name!r} in its own code"
+                if value is self.owner:
+                    value = inspect.getattr_static(self.owner, name, unknown)
+                elif value is not unknown:
+                    value = getattr(value, name, unknown)
+            elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+                value = function.__globals__.get(name, unknown)
+            elif operation in ("LOAD_DEREF", "LOAD_CLOSURE"):
+                value = closure.get(name, unknown)
+            elif operation.startswith("LOAD_FAST"):
+                last = name[-1] if isinstance(name, tuple) else name
+                value = self.owner if last == "self" else unknown
+            else:
+                value = unknown
+            obstacle = None if value is unknown else self.read_value(value)
+            if obstacle is not None:
+                return obstacle
+        return None
+
+    def read_value(self, value: Any) -> str | None:
+        if isinstance(value, staticmethod | classmethod | functools.partialmethod):
+            value = value.__func__ if not hasattr(value, "func") else value.func
+        if isinstance(value, property):
+            value = value.fget
+        if isinstance(value, functools.partial):
+            value = value.func
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            return f"names the autograd Function {value.__name__}"
+        if isinstance(value, torch.jit.ScriptFunction | torch.jit.ScriptModule):
+            return "names a TorchScript function"
+        if hasattr(value, "_torchdynamo_orig_callable"):
+            return "names a compiled function"
+        root = (getattr(value, "__module__", None) or "builtins").partition(".")[0]
+        if isinstance(value, types.FunctionType):
+            if value.__module__ == "torch.utils.checkpoint":
+                return "names torch.utils.checkpoint"
+            return None if root in _KNOWN_ROOTS else self.read_function(value)
+        if isinstance(value, types.BuiltinFunctionType) and root not in _KNOWN_ROOTS:
+            return f"names {value.__name__!r} of the extension {value.__module__!r}"
+        return None
+
+
+def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested_codes(constant)

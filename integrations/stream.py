@@ -1,0 +1,707 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The residual stream: adds that fuse with the norm that reads their sum, in code nobody rewrote.
+
+Every block says ``h = residual + branch`` and then ``self.some_norm(h)``. A patched block runs its
+own forward, but with a `ResidualStream` in its hidden states' place. Adding a branch to the stream
+adds nothing yet; a patched norm that is handed such a stream runs the fused operator and leaves
+the sum in the stream, where the other names for it in the block's code find it. Whatever else
+touches a stream makes it do the add first and gets a tensor.
+
+A sum that the block returns is fused with the norm that will read it, in the next block or after
+the last: the tensor goes out as always, and the norm's result is kept until that norm is called
+with this very tensor, unchanged, under the same conditions. Which norm that is has been seen in
+the forward before. Whoever else reads the tensor finds nothing unusual about it.
+
+What a block's own code may not be handed, `fusedops.integrations.screening` finds beforehand. On
+the first forward of a block it is noted which of its submodules are handed a stream; these get a
+tensor ever after, before their hooks see it.
+"""
+
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from fusedops.integrations.norms import (
+    Operands,
+    operators_serve,
+    read_operands,
+    run_add_norm,
+    run_norm,
+)
+from fusedops.integrations.screening import stream_obstacle, writes_in_place
+
+__all__ = [
+    "BLOCK",
+    "BlockState",
+    "ResidualStream",
+    "as_tensor",
+    "call_norm",
+    "run_block",
+    "run_plain_norm",
+]
+
+BLOCK = "_fusedops_block"  # instance attribute of a patched block: its BlockState
+
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+TRIALS = 2  # forwards, and missed hand-overs, after which what brought nothing is given up
+CAPTURE_MODULE = "transformers.utils.output_capturing"  # its hooks only note the tensors they see
+
+
+class BlockState:
+    """What is known about one patched block, and the counts of its adds.
+
+    A copy of a block starts anew: what is learned names norms of the model it was learned in.
+    """
+
+    __slots__ = (
+        "across",
+        "block_class",
+        "calls",
+        "entry_norm",
+        "handed",
+        "inside",
+        "keys",
+        "learned",
+        "link",
+        "missed",
+        "misses",
+        "obstacle",
+        "plain",
+        "successor",
+        "writes",
+    )
+
+    def __init__(self, block_class: type) -> None:
+        self.block_class = block_class
+        self.obstacle = stream_obstacle(block_class)  # why it runs unstreamed
+        self.writes = writes_in_place(block_class)
+        self.keys: set[int | str] = set()  # arguments that were the base of a useful add
+        self.learned: set[bool] = set()  # training modes in which a forward was watched
+        self.handed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # submodules handed streams
+        self.link: weakref.ref[nn.Module] | None = None  # the norm that reads the last sum
+        # To know the link in the first forward already, where blocks follow each other in a list:
+        self.successor: weakref.ref[nn.Module] | None = None  # the next block
+        self.entry_norm: weakref.ref[nn.Module] | None = None  # that reads the block's input
+        self.misses = 0  # hand-overs in a row that nobody fetched
+        self.calls = 0
+        self.inside = 0  # adds fused with a norm in the block
+        self.across = 0  # adds fused with a norm after it
+        self.missed = 0  # of these, those whose norm was not called as foreseen
+        self.plain: Counter[str] = Counter()  # reason -> adds done by themselves
+
+    def __reduce__(self) -> Any:
+        return BlockState, (self.block_class,)
+
+    def __deepcopy__(self, memo: Any) -> "BlockState":
+        return BlockState(self.block_class)
+
+    def for_replica(self) -> "BlockState":
+        """For a copy that lives for one forward: what this one knows, but for the next norm."""
+        replica = BlockState(self.block_class)
+        replica.obstacle, replica.misses = self.obstacle, 2 * TRIALS
+        replica.keys, replica.learned = set(self.keys), {True, False}
+        return replica
+
+
+class _Call:
+    """One running forward of a block. At most one add is pending in it."""
+
+    __slots__ = ("pending", "state")
+
+    def __init__(self, state: BlockState) -> None:
+        self.state = state
+        self.pending: ResidualStream | None = None
+
+
+class _Exit:
+    """The last sum that left a block unfused, to see which norm reads it."""
+
+    __slots__ = ("key", "state", "tensor")
+
+    def __init__(self, tensor: Tensor, state: BlockState, key: int | str) -> None:
+        self.tensor, self.state, self.key = weakref.ref(tensor), state, key
+
+
+class _HandOver:
+    """A norm's result, for a call of that norm with this tensor under these conditions."""
+
+    __slots__ = ("conditions", "operands", "state", "tensor", "vectors", "version", "y")
+
+    def __init__(self, tensor: Tensor, y: Tensor, operands: Operands, state: BlockState) -> None:
+        self.tensor, self.version = weakref.ref(tensor), tensor._version
+        self.y, self.operands, self.state = y, operands, state
+        self.conditions = _conditions()
+        self.vectors = _versions(operands)
+
+
+class _Slot(threading.local):
+    """At most one exit or hand-over a thread: the next call of any patched norm takes it away."""
+
+    held: _Exit | _HandOver | None = None
+
+
+_slot = _Slot()
+
+
+def _drop_held() -> None:
+    """Nobody fetched it."""
+    held, _slot.held = _slot.held, None
+    if type(held) is _HandOver:
+        state = held.state
+        state.missed += 1
+        state.misses += 1
+        if state.misses >= TRIALS:
+            state.link = None
+
+
+def _conditions() -> tuple[object, ...]:
+    autocast = None
+    if torch._C._is_any_autocast_enabled():
+        autocast = tuple(
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in ("cuda", "cpu")
+        )
+    return torch.is_grad_enabled(), autocast
+
+
+def _versions(operands: Operands) -> tuple[object, ...]:
+    weight, bias = operands.weight, operands.bias
+    return (
+        None if weight is None or weight.is_inference() else weight._version,
+        None if bias is None or bias.is_inference() else bias._version,
+    )
+
+
+# --- the stream --------------------------------------------------------------------------------
+
+
+class ResidualStream:
+    """Stands for ``base``, or for ``base + delta`` while delta is not None.
+
+    Deliberately no Tensor subclass, which would cost more at each touch than an add, and with no
+    pretence of being one: C code believes ``__class__`` and reads memory that is not there.
+    """
+
+    __slots__ = ("_base", "_call", "_delta", "_delta_first", "_grad", "_key", "_versions")
+
+    def __init__(self, base: Tensor, call: _Call, key: int | str, grad: bool) -> None:
+        self._base = base
+        self._call = call
+        self._key = key
+        self._grad = grad  # whether gradients were recorded where the value came to be
+        self._delta: Tensor | None = None
+        self._delta_first = False
+        self._versions: tuple[int, int] | None = None
+
+    # Cheap answers, without doing the add.
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._base.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self._base.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        delta = self._delta
+        if delta is None or delta.dtype is self._base.dtype:
+            return self._base.dtype
+        return torch.promote_types(self._base.dtype, delta.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return self._base.ndim
+
+    def dim(self) -> int:
+        return self._base.dim()
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._base.size() if dim is None else self._base.size(dim)
+
+    def __add__(self, other: Any) -> Any:
+        return _add(self, other, False)
+
+    def __radd__(self, other: Any) -> Any:
+        return _add(self, other, True)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not kwargs and len(args) == 2 and (func is _METHOD_ADD or func is torch.add):
+            first, second = args
+            if type(first) is ResidualStream:
+                return _add(first, second, False)
+            if type(second) is ResidualStream:
+                return _add(second, first, True)
+        return func(*_without_streams(args), **_without_streams(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(as_tensor(self), name)
+
+    @property
+    def data(self) -> Tensor:
+        return as_tensor(self).data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        as_tensor(self).data = value
+
+    @property
+    def requires_grad(self) -> bool:
+        return as_tensor(self).requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        as_tensor(self).requires_grad = value
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __bool__(self) -> bool:
+        return bool(as_tensor(self))
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return as_tensor(self).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return as_tensor(self).__reduce_ex__(protocol)
+
+
+_METHOD_ADD = Tensor.add
+
+
+def _forwarding(name: str) -> Callable:
+    operation = getattr(Tensor, name)
+
+    def method(self: ResidualStream, *args: Any) -> Any:
+        return operation(as_tensor(self), *_without_streams(args))
+
+    return method
+
+
+def _forwarding_in_place(name: str) -> Callable:
+    operation = getattr(Tensor, name)
+
+    def method(self: ResidualStream, *args: Any) -> Any:
+        result = operation(as_tensor(self), *_without_streams(args))
+        # The tensor was changed, for all who hold it; the stream goes on standing for it.
+        return self if result is self._base else result
+
+    return method
+
+
+_OPERATIONS = (
+    "abs and array complex contains delitem div dlpack dlpack_device eq float floordiv format ge "
+    "getitem gt index int invert iter le len long lshift lt matmul mod mul ne neg or pos pow rand "
+    "rdiv repr reversed rfloordiv rlshift rmatmul rmod rmul ror rpow rrshift rshift rsub rtruediv "
+    "rxor setitem sub truediv xor"
+)
+_IN_PLACE_OPERATIONS = (
+    "iadd iand idiv ifloordiv ilshift imod imul ior ipow irshift isub itruediv ixor"
+)
+
+for _name in _OPERATIONS.split():
+    if hasattr(Tensor, f"__{_name}__"):
+        setattr(ResidualStream, f"__{_name}__", _forwarding(f"__{_name}__"))
+for _name in _IN_PLACE_OPERATIONS.split():
+    if hasattr(Tensor, f"__{_name}__"):
+        setattr(ResidualStream, f"__{_name}__", _forwarding_in_place(f"__{_name}__"))
+
+
+def _add(stream: ResidualStream, other: Any, other_first: bool) -> Any:
+    """``stream + other`` put off, where other is a tensor like it; else done."""
+    call = stream._call
+    if call.pending is not None:
+        _finish(call.pending, "another add came before a norm read the sum")
+    base = stream._base
+    if type(other) is ResidualStream:
+        other = as_tensor(other)
+    if (
+        type(other) is not Tensor
+        or other.shape != base.shape
+        or other.dtype not in FLOATS
+        or call.state is _closed
+    ):
+        return other + as_tensor(stream) if other_first else as_tensor(stream) + other
+    result = ResidualStream(base, call, stream._key, torch.is_grad_enabled())
+    result._delta = other
+    result._delta_first = other_first
+    try:
+        result._versions = (base._version, other._version)
+    except RuntimeError:  # inference tensors have no counter
+        result._versions = None
+    call.pending = result
+    return result
+
+
+def as_tensor(stream: ResidualStream) -> Tensor:
+    """The tensor that ``stream`` stands for, with every add done that is pending in its block."""
+    pending = stream._call.pending
+    if pending is not None:
+        _finish(pending, "something else than a norm read the sum")
+    if stream._grad and not torch.is_grad_enabled():
+        _refuse_functions(stream._call.state)
+    return stream._base
+
+
+def _finish(stream: ResidualStream, reason: str) -> Tensor:
+    """Do a pending add plainly, as at the time when it was written."""
+    base, delta = stream._base, stream._delta
+    assert delta is not None
+    _check_versions(stream)
+    with torch.set_grad_enabled(stream._grad):
+        summed = delta + base if stream._delta_first else base + delta
+    _settle(stream, summed)
+    stream._call.state.plain[reason] += 1
+    return summed
+
+
+def _settle(stream: ResidualStream, summed: Tensor) -> None:
+    stream._base = summed
+    stream._delta = None
+    stream._call.pending = None
+
+
+def _check_versions(stream: ResidualStream) -> None:
+    versions = stream._versions
+    if versions is None:
+        return
+    assert stream._delta is not None
+    if versions != (stream._base._version, stream._delta._version):
+        stream._call.pending = None
+        raise RuntimeError(
+            f"{stream._call.state.block_class.__name__} changed a tensor in place after adding it "
+            "to the residual stream and before a norm read the sum, which the stream puts off; "
+            "use patch(model, fuse_residual=False)"
+        )
+
+
+def _refuse_functions(state: BlockState) -> None:
+    """A stream read where gradients are off: by ``no_grad``, which is fine, or by a Function."""
+    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not run_block.__code__:
+        if frame.f_code is apply:
+            raise RuntimeError(
+                f"{state.block_class.__name__} hands its residual stream to an autograd Function, "
+                "which would lose the gradient; use patch(model, fuse_residual=False)"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _without_streams(value: Any) -> Any:
+    """``value`` with tensors for the streams in it, looking into lists, tuples and dicts."""
+    if type(value) is ResidualStream:
+        return as_tensor(value)
+    if isinstance(value, tuple):
+        items = [_without_streams(item) for item in value]
+        if all(one is other for one, other in zip(items, value, strict=True)):
+            return value
+        if type(value) is tuple:
+            return tuple(items)
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is list:
+        return [_without_streams(item) for item in value]
+    if type(value) is dict:
+        return {key: _without_streams(item) for key, item in value.items()}
+    return value
+
+
+# --- norms -------------------------------------------------------------------------------------
+
+
+def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
+    """``norm(stream)`` for a patched norm; ``call`` is its class's own ``__call__``."""
+    pending = stream._delta is not None
+    state = stream._call.state
+    if pending:
+        state.keys.add(stream._key)
+    if (
+        "forward" in norm.__dict__
+        or norm._forward_pre_hooks
+        or norm._forward_hooks
+        or norm._backward_hooks
+        or norm._backward_pre_hooks
+        or torch_module._has_any_global_hook()
+    ):
+        if pending:
+            _finish(stream, "a hook on the norm")
+        return call(norm, as_tensor(stream))
+    if not pending:
+        if state.entry_norm is None and not state.learned:
+            state.entry_norm = weakref.ref(norm)
+        return call(norm, stream._base)
+    operands = _add_operands(norm, stream)
+    if operands is None or torch.is_grad_enabled() is not stream._grad:
+        _finish(stream, "the operator does not serve this norm's call")
+        return call(norm, as_tensor(stream))
+    if _slot.held is not None:
+        _drop_held()
+    y = _fuse(stream, operands)
+    state.inside += 1
+    return y
+
+
+def _fuse(stream: ResidualStream, operands: Operands) -> Tensor:
+    """Do a pending add together with the norm of the sum; returns the norm."""
+    _check_versions(stream)
+    assert stream._delta is not None
+    y, summed = run_add_norm(operands, stream._delta, stream._base)
+    _settle(stream, summed)
+    return y
+
+
+def _add_operands(norm: nn.Module, stream: ResidualStream) -> Operands | None:
+    base, delta = stream._base, stream._delta
+    assert delta is not None
+    if not base.is_contiguous() or not delta.is_contiguous() or base.device != delta.device:
+        return None
+    return read_operands(norm, base, stream.dtype)
+
+
+def run_plain_norm(norm: nn.Module, x: Any) -> Tensor | None:
+    """The forward of a patched norm on one tensor; None: the original serves."""
+    if type(x) is not Tensor and type(x) is not nn.Parameter:
+        return None
+    if _slot.held is not None:
+        y = _fetch(norm, x)
+        if y is not None:
+            return y
+    operands = read_operands(norm, x, x.dtype)
+    return None if operands is None else run_norm(operands, x)
+
+
+def _fetch(norm: nn.Module, x: Tensor) -> Tensor | None:
+    """The result that a block handed over for this call, if all is as it was then."""
+    held = _slot.held
+    if type(held) is _HandOver:
+        state = held.state
+        if held.tensor() is x and state.link is not None and state.link() is norm:
+            operands = read_operands(norm, x, x.dtype)
+            if (
+                held.version == x._version
+                and held.conditions == _conditions()
+                and operands is not None
+                and operands.weight is held.operands.weight
+                and operands.bias is held.operands.bias
+                and operands.eps == held.operands.eps
+                and held.vectors == _versions(operands)
+                and not _saves_are_watched()
+            ):
+                state.misses = 0
+                _slot.held = None
+                return held.y
+    elif type(held) is _Exit and held.tensor() is x:
+        held.state.link = weakref.ref(norm)
+        held.state.keys.add(held.key)
+    _drop_held()
+    return None
+
+
+def _saves_are_watched() -> bool:
+    """Whether what is saved for the backward is being counted or replaced, as by a checkpoint."""
+    return torch.is_grad_enabled() and (
+        torch._C._current_graph_task_id() != -1
+        or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    )
+
+
+# --- blocks ------------------------------------------------------------------------------------
+
+
+class _Closed(BlockState):
+    """The state of calls that have ended; a stream that outlived its block adds plainly."""
+
+
+_closed = _Closed(nn.Identity)
+
+
+def run_block(
+    forward: Callable,
+    block: nn.Module,
+    args: Any,
+    kwargs: Any,
+    watch: Callable[[nn.Module], Callable[[], list[nn.Module]]],
+    unguard_needless: Callable[[list[nn.Module], set[int | str]], None],
+) -> Any:
+    """``forward(block, *args, **kwargs)``, with streams in place of the hidden states.
+
+    The first forward is watched: which arguments become the base of an add that a norm reads,
+    and which submodules are handed streams. See ``watch`` in `fusedops.integrations.classes`.
+    """
+    state: BlockState | None = block.__dict__.get(BLOCK)
+    if state is None or state.obstacle is not None:
+        return forward(block, *args, **kwargs)
+    watched = block.training not in state.learned
+    keys = _stream_keys(state, args, kwargs, watched)
+    if not watched and state.handed:
+        unguard_needless(list(state.handed), state.keys)
+        state.handed.clear()
+    if not keys:
+        if not watched and not state.keys:
+            state.obstacle = "no norm reads a sum that it makes"
+        return forward(block, *args, **kwargs)
+    first = keys[0]
+    if not _may_stream(state, kwargs[first] if type(first) is str else args[first]):
+        return forward(block, *args, **kwargs)
+    if block._forward_pre_hooks or torch_module._has_any_global_hook():
+        _drop_held()  # a hook may have changed the tensor behind its version counter
+    call = _Call(state)
+    grad = torch.is_grad_enabled()
+    args = list(args)
+    for key in keys:
+        holder: Any = kwargs if type(key) is str else args
+        holder[key] = ResidualStream(holder[key], call, key, grad)
+    unwatch = watch(block) if watched else None
+    try:
+        output = forward(block, *args, **kwargs)
+        output = _leave(block, call, output)
+    except BaseException:
+        _slot.held = None
+        raise
+    finally:
+        call.state = _closed
+        if unwatch is not None:
+            state.handed.update(unwatch())
+    if watched:
+        state.learned.add(block.training)
+    state.calls += 1
+    return output
+
+
+def _stream_keys(state: BlockState, args: Any, kwargs: Any, watched: bool) -> list[int | str]:
+    """Which arguments to stream: those that helped before, or while watching all that might."""
+    keys: list[int | str] = []
+    if not watched:
+        for key in state.keys:
+            if type(key) is int:
+                value = args[key] if key < len(args) else None
+            else:
+                value = kwargs.get(key)
+            if type(value) is Tensor:
+                keys.append(key)
+        return keys
+    for key, value in (*enumerate(args), *kwargs.items()):
+        if type(value) is Tensor and value.dim() >= 2 and value.dtype in FLOATS:
+            keys.append(key)
+    return keys
+
+
+def _may_stream(state: BlockState, x: Tensor) -> bool:
+    return (
+        operators_serve(x)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+        and not (state.writes and torch.is_inference_mode_enabled())
+    )
+
+
+def _leave(block: nn.Module, call: _Call, output: Any) -> Any:
+    """The block's output with tensors for streams; the first pending one may be handed over."""
+    if type(output) is ResidualStream:
+        result: Any = _leave_stream(block, output)
+    elif type(output) is tuple and output and type(output[0]) is ResidualStream:
+        result = (_leave_stream(block, output[0]), *map(_outside, output[1:]))
+    else:
+        result = _outside(output)
+    if call.pending is not None:
+        _finish(call.pending, "the block did not return the sum")
+    return result
+
+
+def _outside(value: Any) -> Any:
+    """As `_without_streams`, also into the dicts and dataclasses that blocks return."""
+    if type(value) is Tensor or value is None:
+        return value
+    if isinstance(value, dict) and type(value) is not dict:
+        for key, item in value.items():
+            if (outside := _outside(item)) is not item:
+                value[key] = outside
+        return value
+    if hasattr(value, "__dataclass_fields__"):
+        for key in value.__dataclass_fields__:
+            item = getattr(value, key)
+            if (outside := _outside(item)) is not item:
+                setattr(value, key, outside)
+        return value
+    return _without_streams(value)
+
+
+def _leave_stream(block: nn.Module, stream: ResidualStream) -> Tensor:
+    if stream._delta is None:
+        return as_tensor(stream)
+    state = stream._call.state
+    if state.link is None and state.successor is not None:
+        state.link = _expected_link(block, state)
+        state.successor = None  # what is seen counts from now on
+        if state.link is not None:
+            state.keys.add(stream._key)
+    norm = None if state.link is None else state.link()
+    if norm is None:
+        summed = _finish(stream, "which norm reads the block's result was not known")
+        if state.misses < 2 * TRIALS and not summed.is_inference():
+            _slot.held = _Exit(summed, state, stream._key)
+        return summed
+    obstacle = _hand_over_obstacle(block, norm, stream)
+    operands = None if obstacle is not None else _add_operands(norm, stream)
+    if operands is None:
+        return _finish(stream, obstacle or "the operator does not serve the next norm's call")
+    if _slot.held is not None:
+        _drop_held()
+    y = _fuse(stream, operands)
+    state.across += 1
+    _slot.held = _HandOver(stream._base, y, operands, state)
+    return stream._base
+
+
+def _expected_link(block: nn.Module, state: BlockState) -> weakref.ref[nn.Module] | None:
+    """The norm of the following block that stands where this block's first norm stands in it."""
+    entry = None if state.entry_norm is None else state.entry_norm()
+    following = None if state.successor is None else state.successor()
+    if entry is None or following is None:
+        return None
+    for name, module in block.named_modules():
+        if module is entry:
+            try:
+                norm = following.get_submodule(name)
+            except AttributeError:
+                return None
+            return weakref.ref(norm) if type(norm) is type(entry) else None
+    return None
+
+
+def _hand_over_obstacle(block: nn.Module, norm: nn.Module, stream: ResidualStream) -> str | None:
+    """Why the norm of the sum must not be computed now."""
+    if (
+        "forward" in norm.__dict__
+        or norm._forward_pre_hooks
+        or norm._forward_hooks
+        or norm._backward_hooks
+        or norm._backward_pre_hooks
+        or block._backward_hooks
+        or block._backward_pre_hooks
+        or torch_module._has_any_global_hook()
+        or any(
+            getattr(hook, "__module__", None) != CAPTURE_MODULE
+            for hook in block._forward_hooks.values()
+        )
+    ):
+        return "a hook on the block or on the next norm"
+    if torch.is_inference_mode_enabled():
+        return "inference mode, whose tensors count no versions"
+    if torch.is_grad_enabled() is not stream._grad or _saves_are_watched():
+        return "a checkpoint, a backward or another grad mode"
+    return None
