@@ -157,6 +157,8 @@ class NormFunction(torch.autograd.Function):
         s = x if summed is None else summed
         ctx.save_for_backward(s, weight, mean, rstd)
         ctx.set_materialize_grads(False)
+        if summed is not None and not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(summed)  # as `residual + x` would not require a gradient
         ctx.eps, ctx.spec = eps, spec
         ctx.input_dtypes = [None if t is None else t.dtype for t in (x, residual, bias)]
         return y if summed is None else (y, summed)

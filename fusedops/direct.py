@@ -194,7 +194,7 @@ def remember(
         return
     sum_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
 
-    def stand_in(role: Tensor | None, dtype: torch.dtype | None, *shape: int) -> Tensor | None:
+    def stand_in(role: Tensor | None, dtype: torch.dtype | None, *shape: int) -> Any:
         """An aligned, contiguous tensor for the kernel to be specialised on."""
         return None if role is None else torch.empty(shape, dtype=dtype, device=x.device)
 

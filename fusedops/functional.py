@@ -266,7 +266,7 @@ def _apply(
         outputs: Any = NormFunction.apply(x, residual, weight, bias, eps, spec)
         return outputs if residual is not None else (outputs, None)
     outputs = kernel_forward(x, residual, weight, bias, eps, spec, save_statistics=False)[:2]
-    if not torch.is_autocast_enabled(x.device.type):  # there the result's dtype is another
+    if not torch._C._is_any_autocast_enabled():  # there the result's dtype is another
         direct.remember(options, x, residual, weight, bias, eps, spec)
     return outputs
 
@@ -307,7 +307,8 @@ def _autocast_rule(operator: str, device_type: str, dtype: torch.dtype) -> bool:
 def _autocasts_to_fp32(operator: str, dtype: torch.dtype, x: Tensor) -> bool:
     device_type = x.device.type
     return (
-        torch.is_autocast_enabled(device_type)
+        torch.amp.is_autocast_available(device_type)
+        and torch.is_autocast_enabled(device_type)
         and dtype.itemsize == 2
         and _autocast_rule(operator, device_type, torch.get_autocast_dtype(device_type))
     )

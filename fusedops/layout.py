@@ -7,7 +7,7 @@ order in which the result will lie in memory, then its leading dimensions are me
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -85,11 +85,14 @@ def splits(tensor: Tensor) -> set[int]:
 
 def as_rows(
     tensors: Sequence[Tensor | None], order: tuple[int, ...] | None = None
-) -> list[Tensor | None]:
+) -> list[Any]:
     """Views (n_rows, H) or, all alike, (n_outer, n_inner, H) of tensors of one shape.
 
     A tensor is copied when its last dimension has gaps, or when two strides cannot reach its rows.
+    None stays None.
     """
+    if order is None and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        return [None if tensor is None else tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
     rows: list[Tensor | None] = []
     for tensor in tensors:
         if tensor is not None:

@@ -64,7 +64,7 @@ class RMSNorm(nn.RMSNorm):
             self.eps,
             weight_offset=self.weight_offset,
             cast=self.cast,
-        )
+        ).contiguous()  # as torch.nn.RMSNorm's result always is
         return y.view(x.shape) if y.shape != x.shape else y
 
     def extra_repr(self) -> str:
@@ -97,7 +97,7 @@ class AddRMSNorm(RMSNorm):
             cast=self.cast,
         )
         if y.shape != x.shape:
-            return y.view(x.shape), summed.view(x.shape)
+            return y.reshape(x.shape), summed.reshape(x.shape)
         return y, summed
 
 
@@ -146,5 +146,5 @@ class AddLayerNorm(LayerNorm):
             self.eps,
         )
         if y.shape != x.shape:
-            return y.view(x.shape), summed.view(x.shape)
+            return y.reshape(x.shape), summed.reshape(x.shape)
         return y, summed

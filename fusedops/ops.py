@@ -48,7 +48,11 @@ def traced_forward(
     """(y, summed or None) through the registered operators."""
     op = torch.ops.fusedops.norm_forward_training if needs_grad else torch.ops.fusedops.norm_forward
     y, summed = op(x, residual, weight, bias, eps, *spec)[:2]
-    return y, None if residual is None else summed
+    if residual is None:
+        return y, None
+    if not (x.requires_grad or residual.requires_grad):
+        summed = summed.detach()
+    return y, summed
 
 
 def _empty(like: Tensor) -> Tensor:

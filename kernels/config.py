@@ -40,45 +40,68 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-# The widest row that one program holds in registers. 1024 threads have 64 registers each: 32768
-# fp32 values take half of them, and 65536 spill.
+# The widest row of 2-byte elements that one program holds in registers; wider elements, which
+# are kept as they are until the statistics are known, halve it. 1024 threads have 64 registers
+# each: 32768 fp32 values take half of them. The backward keeps its weight gradients besides.
 MAX_FORWARD_BLOCK = 32768
 MAX_BACKWARD_BLOCK = 16384
-LOOP_BLOCK = 16384
+
+# The tables below hold the fastest of all tile shapes tried for rows of 2-byte elements on an
+# H200 (bench/results/h200-tune.json, by bench/tune.py): block_size -> (block_rows, num_warps).
+# Plain LayerNorm has two reductions that follow each other, and wants few warps to wait for each.
+FORWARD_RMS = {
+    64: (16, 2), 128: (16, 2), 256: (8, 2), 512: (4, 4), 1024: (2, 2), 2048: (1, 2),
+    4096: (1, 4), 8192: (1, 8), 16384: (1, 8), 32768: (1, 32),
+}  # fmt: skip
+FORWARD_LAYER = {
+    64: (32, 4), 128: (16, 2), 256: (4, 1), 512: (2, 1), 1024: (1, 1), 2048: (1, 2),
+    4096: (1, 4), 8192: (1, 4), 16384: (1, 8), 32768: (1, 32),
+}  # fmt: skip
+FORWARD_ADD = {
+    64: (16, 2), 128: (16, 8), 256: (4, 4), 512: (2, 4), 1024: (1, 2), 2048: (1, 4),
+    4096: (1, 8), 8192: (1, 8), 16384: (1, 16), 32768: (1, 32),
+}  # fmt: skip
+
+# Shared memory a program may take: what sm_86, sm_89 and sm_120 have.
+SHARED_MEMORY = 99 * 1024
 
 
 @cache
-def forward_config(n_cols: int, itemsize: int, adds: bool) -> LaunchConfig:
+def forward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> LaunchConfig:
     """Configuration of the forward kernels for rows of ``n_cols`` elements of ``itemsize`` bytes.
 
-    ``adds`` tells the residual-add form, which holds twice the data in flight.
+    ``centered`` tells LayerNorm, ``adds`` the residual-add form.
     """
-    scale = 2 if itemsize == 8 else 1  # fp64 takes two registers a value
     block_size = next_power_of_2(n_cols)
-    if block_size * scale > MAX_FORWARD_BLOCK:
-        return LaunchConfig(1, LOOP_BLOCK // scale, num_warps=32 if scale == 1 else 16)
-    tile = 4096 // scale  # below this a program has too little in flight to hide latency
-    block_rows = max(1, tile // max(block_size, 64)) if block_size < 1024 else 1
-    elements = block_rows * block_size * scale
-    num_warps = min(32, max(4, elements // 512))
+    if block_size * itemsize > MAX_FORWARD_BLOCK * 2:
+        return LaunchConfig(1, 32768 // itemsize, num_warps=32 if itemsize == 2 else 16)
+    table = FORWARD_ADD if adds else FORWARD_LAYER if centered else FORWARD_RMS
+    # fp64 takes two registers a value.
+    block_rows, num_warps = table[max(64, block_size * (2 if itemsize == 8 else 1))]
     return LaunchConfig(block_rows, block_size, num_warps)
 
 
 @cache
-def backward_config(n_cols: int, itemsize: int, adds: bool) -> LaunchConfig:
+def backward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> LaunchConfig:
     """Configuration of the persistent backward kernels; arguments as in `forward_config`."""
-    scale = 2 if itemsize == 8 else 1
     block_size = next_power_of_2(n_cols)
-    if block_size * scale > MAX_BACKWARD_BLOCK:
-        return LaunchConfig(1, LOOP_BLOCK // scale, num_warps=32 if scale == 1 else 16)
-    if scale == 2 or itemsize == 4:
-        tile, stages = 2048, 1  # twice the bytes an element: the pipeline's buffers would not fit
+    if block_size * itemsize > MAX_BACKWARD_BLOCK * 2:
+        return LaunchConfig(1, 16384 // itemsize, num_warps=16)
+    # Two shapes were the fastest nearly everywhere: one program an SM with a tile of 8192
+    # elements, or two with half of that where little data hides the reductions.
+    masked = block_size != n_cols
+    if adds:
+        narrow = centered and masked and block_size in (1024, 2048)
     else:
-        tile, stages = 8192, 3
-    block_rows = max(1, min(32, tile // max(block_size, 64)))
-    if block_size * scale >= 16384:
-        return LaunchConfig(1, block_size, num_warps=16 if adds else 8)
-    return LaunchConfig(block_rows, block_size, num_warps=8, num_stages=stages)
+        narrow = 512 <= block_size <= 4096 and (centered or masked or block_size <= 1024)
+    tile, num_warps, programs_per_sm = (4096, 4, 2) if narrow else (8192, 8, 1)
+    block_rows = max(1, min(64, 2 * tile // (itemsize * block_size)))
+    # The pipeline buffers two tiles of each input.
+    buffers = 2 * (3 if adds else 2) * block_rows * block_size * itemsize
+    num_stages = 3 if buffers <= SHARED_MEMORY else 1
+    if block_size == MAX_BACKWARD_BLOCK and adds:
+        num_warps = 16
+    return LaunchConfig(block_rows, block_size, num_warps, num_stages, programs_per_sm)
 
 
 LOOPED_PARTIALS = 16

@@ -99,7 +99,7 @@ def prepare_forward(
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     s = x if summed is None else summed
-    config = forward_config(n_cols, s.dtype.itemsize, residual is not None)
+    config = forward_config(n_cols, s.dtype.itemsize, centered, residual is not None)
     return Call(
         norm_forward_looped_kernel if config.block_size < n_cols else norm_forward_kernel,
         (triton.cdiv(n_rows, config.block_rows),),
@@ -163,7 +163,7 @@ def launch_backward(
                 gradient.zero_()
         return
     device = s.device
-    config = backward_config(n_cols, s.dtype.itemsize, dsum is not None)
+    config = backward_config(n_cols, s.dtype.itemsize, mean is not None, dsum is not None)
     looped = config.block_size < n_cols
     n_partials = min(
         triton.cdiv(n_rows, config.block_rows),
