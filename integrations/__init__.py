@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """fusedops in models that nobody rewrote: patch them, and prove that nothing changed."""
 
+from fusedops.integrations.loading import load
+from fusedops.integrations.parity import check_parity
+from fusedops.integrations.parity_report import ParityReport
 from fusedops.integrations.patching import patch, patched, unpatch
 from fusedops.integrations.report import PatchReport
 
-__all__ = ["PatchReport", "patch", "patched", "unpatch"]
+__all__ = ["ParityReport", "PatchReport", "check_parity", "load", "patch", "patched", "unpatch"]

@@ -28,6 +28,7 @@ from fusedops.integrations.parity_report import (
     GradientDrift,
     ParityReport,
 )
+from fusedops.integrations.report import PatchReport
 
 __all__ = ["check_parity"]
 
@@ -203,16 +204,21 @@ def _compare(
         patch_report = None
         if not came_patched:
             patch_report = stack.enter_context(patching.patched(model))
-        on_step("patched model", 3, total)
-        with dispatch.count_calls() as counted:
-            patched = subject.run(model)
+        # The judged run comes last: the residual stream learns in the first ones.
+        on_step("patched model's scores of the continuation", 3, total)
+        patched_scores = _scores(subject, tokens)
         on_step("patched model, block by block", 4, total)
+        hidden = {}
         if subject.blocks:
-            patched.hidden = subject.run(model, hooks=True, backward=False).hidden
+            hidden = subject.run(model, hooks=True, backward=False).hidden
         else:
             notes.append("no drift by depth: the model has no repeated blocks")
-        on_step("patched model's scores of the continuation", 5, total)
-        patched_scores = _scores(subject, tokens)
+        on_step("patched model", 5, total)
+        if patch_report is not None:
+            _reset_counts(patch_report)
+        with dispatch.count_calls() as counted:
+            patched = subject.run(model)
+        patched.hidden = hidden
     on_step("comparison", 6, total)
 
     calls: dict[str, dict[str, int]] = {}
@@ -253,6 +259,13 @@ def _compare(
 
 def _no_step(what: str, done: int, total: int) -> None:
     pass
+
+
+def _reset_counts(report: PatchReport) -> None:
+    """Let the report's counts of adds be those of the next forward alone."""
+    for state in report.blocks:
+        state.calls = state.inside = state.across = state.missed = 0
+        state.plain.clear()
 
 
 # --- leaving everything as it was --------------------------------------------------------------

@@ -19,7 +19,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -148,7 +148,8 @@ class ParityReport:
 
     no_calls_reason: str | None = None
     patch: PatchReport | None = None
-    """What was patched for the comparison; None for a model that came patched."""
+    """What was patched for the comparison, with the residual adds of one forward; None for a
+    model that came patched."""
 
     @property
     def fused_calls(self) -> int:
@@ -400,7 +401,7 @@ class ParityReport:
             "first_difference": self.first_difference,
             "gradient_ratio": self.gradient_ratio,
         }
-        found = asdict(self)
+        found = asdict(replace(self, patch=None))
         found["patch"] = None if self.patch is None else self.patch.to_dict()
         if self.gradients is not None:
             for entry, gradient in zip(found["gradients"], self.gradients, strict=True):
@@ -444,6 +445,7 @@ class ParityReport:
             # Zero, that is bit-equal, has its place below the smallest difference there is.
             axes.set_yscale("symlog", linthresh=smallest)
         axes.set_ylim(bottom=0)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("block")
         axes.set_ylabel("rms difference / rms of the hidden states")
         axes.set_title(f"{self.model}, {self.dtype}, {self.tokens} tokens, path: {self.path}")
