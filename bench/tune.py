@@ -8,6 +8,7 @@ shares of the copy bandwidth measured in the same run. bf16, 2^26 elements, 2^27
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -109,6 +110,13 @@ def graph_time(call, repeats=9):
     return sorted(times)[len(times) // 2]
 
 
+def copy_bandwidth():
+    """TB/s of a device-to-device copy, bytes read and written."""
+    source = torch.randn(2**27, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return source.numel() * 4 / graph_time(lambda: target.copy_(source)) * 1e-6
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -129,25 +137,21 @@ def main():
         failures = [f for f in pool.imap_unordered(precompile, jobs, chunksize=4) if f]
     print(f"compiled, {len(failures)} failed", flush=True)
 
-    source = torch.randn(2**27, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    copy = source.numel() * 4 / graph_time(lambda: target.copy_(source)) * 1e-6
+    copy = copy_bandwidth()
     print(f"copy {copy:.2f} TB/s", flush=True)
-    del source, target
 
     results = []
     for (direction, operator, width), group in itertools.groupby(jobs, key=lambda job: job[:3]):
         _, adds = OPERATORS[operator]
-        streams = (3 if direction == "backward" else 2) + (2 if adds and direction == "forward" else adds)
+        # Tensors of n_rows x H that have to pass: x, y (and residual, sum); s, dy, ds (and dsum).
+        streams = (4 if adds else 2) if direction == "forward" else (4 if adds else 3)
         elements = 2**26 if width < 8192 else 2**27
         rows = elements // width
         timed = []
         for *_, chosen in group:
             per_sm = (1, 2, 3, 4) if direction == "backward" else (1,)
             for programs in per_sm:
-                one = config.LaunchConfig(
-                    chosen.block_rows, chosen.block_size, chosen.num_warps, chosen.num_stages, programs
-                )
+                one = dataclasses.replace(chosen, programs_per_sm=programs)
                 try:
                     time = graph_time(calls(direction, operator, width, rows, one))
                 except Exception as error:
@@ -168,7 +172,9 @@ def main():
         )
         print(f"{direction[:3]} {operator:15s}{width:6d} {best}", flush=True)
     with open(options.out, "w") as file:
-        json.dump({"copy_tb_s": copy, "gpu": torch.cuda.get_device_name(), "results": results}, file)
+        json.dump(
+            {"copy_tb_s": copy, "gpu": torch.cuda.get_device_name(), "results": results}, file
+        )
 
 
 if __name__ == "__main__":

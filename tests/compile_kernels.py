@@ -34,6 +34,12 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+OPERATORS = {  # centered, adds
+    "rms_norm": (False, False),
+    "add_rms_norm": (False, True),
+    "layer_norm": (True, False),
+    "add_layer_norm": (True, True),
+}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "num_ctas")
 
 
@@ -97,9 +103,6 @@ def resources(compiled, backend):
     return {
         "registers": found["REG"],
         "spilled": found["STACK"] + found["LOCAL"],
-        "vector_loads": len(
-            re.findall(r"(?:ld\.global|cp\.async\.c\w)\S*(?:\.v[248]\.|.*0x10, *0x10)", ptx)
-        ),
         "widest_load": widest_load(ptx),
     }
 
@@ -123,6 +126,7 @@ def main():
     )
     parser.add_argument("--widths", nargs="+", type=int, default=[128, 4096, 65536])
     parser.add_argument("--dtypes", nargs="+", default=["bf16"])
+    parser.add_argument("--operators", nargs="+", default=list(OPERATORS))
     options = parser.parse_args()
     for name in options.targets:
         backend, arch = name.split(":")
@@ -131,18 +135,17 @@ def main():
         )
         for dtype in options.dtypes:
             for width in options.widths:
-                for centered in (False, True):
-                    for adds in (False, True):
-                        for kernel, args, meta in capture(width, DTYPES[dtype], centered, adds):
-                            source, flags = source_of(kernel, args, dict(meta))
-                            compiled = triton.compile(source, target=target, options=flags)
-                            report = {
-                                "target": name, "kernel": kernel.__name__, "dtype": dtype,
-                                "width": width, "centered": centered, "adds": adds,
-                                "warps": flags["num_warps"], "shared": compiled.metadata.shared,
-                                **resources(compiled, backend),
-                            }  # fmt: skip
-                            print(json.dumps(report), flush=True)
+                for operator in options.operators:
+                    centered, adds = OPERATORS[operator]
+                    for kernel, args, meta in capture(width, DTYPES[dtype], centered, adds):
+                        source, flags = source_of(kernel, args, dict(meta))
+                        compiled = triton.compile(source, target=target, options=flags)
+                        report = {
+                            "target": name, "kernel": kernel.__name__, "dtype": dtype,
+                            "width": width, "operator": operator, "warps": flags["num_warps"],
+                            "shared": compiled.metadata.shared, **resources(compiled, backend),
+                        }  # fmt: skip
+                        print(json.dumps(report), flush=True)
     return 0
 
 
