@@ -320,6 +320,7 @@ def _readable_errors(name: str, device: torch.device) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, RuntimeError) and "not enough memory" in str(error):
             raise LoadingError(f"not enough memory on {device} for {name}") from error
+        hint = "" if "/" in name else f" (built in: {', '.join(BUILT_IN)})"
         raise LoadingError(
-            f"cannot load {name}: {type(error).__name__}: {one_line(error)}"
+            f"cannot load {name}: {type(error).__name__}: {one_line(error)}{hint}"
         ) from error
