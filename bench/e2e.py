@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole models on a GPU: the unpatched one, norms alone, fused in blocks, fused across blocks.
+
+    python bench/e2e.py --out e2e.json [--models llama-1b gpt2-xl] [--measures decode prefill]
+
+Random weights, eager, bf16. All variants of a model share its weights and take turns in one
+process; the figure is the smallest of the wall times seen, each up to a synchronise. Decode is one
+step of one token on a cache of 128, prefill the forward of 4 x 2048 tokens (or as many as the
+model has positions) with the last logits alone, training a forward and backward of as many.
+Kernels are counted by torch's profiler.
+"""
+
+import argparse
+import copy
+import inspect
+import json
+import subprocess
+import sys
+import time
+
+import torch
+import transformers
+import triton
+from transformers import DynamicCache
+
+import fusedops
+from fusedops.integrations import patch
+from fusedops.integrations.loading import load
+from fusedops.integrations.stream import BLOCK, TRIALS
+
+
+def shared_copy(model):
+    """A copy of the modules around the same parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def variants(model):
+    """name -> model; fused counts stay readable through the reports."""
+    models, reports = {"unpatched": model}, {}
+    for name in ("norms", "in block", "across"):
+        models[name] = shared_copy(model)
+        reports[name] = patch(models[name], fuse_residual=name != "norms")
+    for module in models["in block"].modules():
+        state = vars(module).get(BLOCK)
+        if state is not None:  # as a block whose hand-overs nobody ever fetched
+            state.successor, state.misses = None, 2 * TRIALS
+    return models, reports
+
+
+def decoder(model, batch):
+    """A function that takes one step of decoding."""
+    ids = torch.randint(0, model.config.vocab_size, (batch, 128), device="cuda")
+    # transformers 5.24 renamed the argument.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    arguments = {name: DynamicCache(config=model.config), "use_cache": True}
+    model(ids, **arguments)
+    token = ids[:, :1]
+
+    def step():
+        model(token, **arguments)
+
+    return step
+
+
+def measure_of(measure, model):
+    vocabulary = model.config.vocab_size
+    if measure.startswith("decode"):
+        return torch.no_grad()(decoder)(model, int(measure.split("-")[1]))
+    length = min(2048, model.config.max_position_embeddings)
+    ids = torch.randint(0, vocabulary, (4, length), device="cuda")
+    if measure == "prefill":
+        return lambda: model(ids, use_cache=False, logits_to_keep=1)
+
+    def train():
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return train
+
+
+def wall(call):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
+
+
+def kernels(call):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sum("Memcpy" not in e.name and "Memset" not in e.name for e in events)
+
+
+def commit():
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument(
+        "--models", nargs="+", default=["llama-1b", "llama-8b", "gpt2-small", "gpt2-xl"]
+    )
+    parser.add_argument("--measures", nargs="+", default=["decode-1", "decode-16", "prefill"])
+    parser.add_argument("--seconds", type=float, default=6.0, help="spent on each measure")
+    options = parser.parse_args()
+    rows = []
+    for name in options.models:
+        base = load(name, torch.bfloat16, "cuda").model
+        for measure in options.measures:
+            models, reports = variants(base)
+            training = measure == "train"
+            for model in models.values():
+                model.train(training)
+            with torch.set_grad_enabled(training):
+                calls = {key: measure_of(measure, model) for key, model in models.items()}
+                for _ in range(3):
+                    for call in calls.values():
+                        call()
+                launched = {key: kernels(call) for key, call in calls.items()}
+                times = {key: [] for key in calls}
+                deadline = time.perf_counter() + options.seconds
+                while time.perf_counter() < deadline:
+                    for key, call in calls.items():
+                        times[key] += [wall(call) for _ in range(4 if "decode" in measure else 1)]
+            best = {key: min(values) for key, values in times.items()}
+            for key in calls:
+                rows.append(
+                    {
+                        "model": name,
+                        "measure": measure,
+                        "variant": key,
+                        "ms": round(best[key], 4),
+                        "ratio": round(best["unpatched"] / best[key], 4),
+                        "kernels": launched[key],
+                        "runs": len(times[key]),
+                        "fused": str(reports[key].fused) if key in reports else None,
+                    }
+                )
+            line = "  ".join(
+                f"{key} {best[key]:.3f} ms x{best['unpatched'] / best[key]:.3f} ({launched[key]}k)"
+                for key in calls
+            )
+            print(f"{name:9s} {measure:10s} {line}", flush=True)
+            del models, calls
+        del base
+        torch.cuda.empty_cache()
+    with open(options.out, "w") as file:
+        json.dump(
+            {
+                "gpu": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "transformers": transformers.__version__,
+                "fusedops": fusedops.__version__,
+                "commit": commit(),
+                "command": " ".join(sys.argv),
+                "rows": rows,
+            },
+            file,
+            indent=1,
+        )
+
+
+if __name__ == "__main__":
+    main()
