@@ -25,6 +25,7 @@ from torch import nn
 from fusedops.integrations.norms import SPEC
 from fusedops.integrations.stream import (
     BLOCK,
+    Key,
     ResidualStream,
     as_tensor,
     call_norm,
@@ -179,7 +180,7 @@ def watch(block: nn.Module) -> Callable[[], list[nn.Module]]:
 _NO_FORWARD = nn.Module.forward  # of containers, which cannot be called
 
 
-def unguard_needless(modules: list[nn.Module], keys: set[int | str]) -> None:
+def unguard_needless(modules: list[nn.Module], keys: set[Key]) -> None:
     """Take the guard off those that were handed streams of no use, which will not come again."""
     for module in modules:
         if not keys.intersection(vars(module).get(GUARDED, ())):

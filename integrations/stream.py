@@ -54,6 +54,10 @@ TRIALS = 2  # forwards, and missed hand-overs, after which what brought nothing 
 CAPTURE_MODULE = "transformers.utils.output_capturing"  # its hooks only note the tensors they see
 
 
+Key = int | str | tuple[int]
+"""Where a stream's base comes from: an argument's place or name, or the id of a norm."""
+
+
 class BlockState:
     """What is known about one patched block, and the counts of its adds.
 
@@ -74,6 +78,7 @@ class BlockState:
         "misses",
         "obstacle",
         "plain",
+        "sources",
         "successor",
         "writes",
     )
@@ -82,7 +87,8 @@ class BlockState:
         self.block_class = block_class
         self.obstacle = stream_obstacle(block_class)  # why it runs unstreamed
         self.writes = writes_in_place(block_class)
-        self.keys: set[int | str] = set()  # arguments that were the base of a useful add
+        self.keys: set[Key] = set()  # where tensors came from that were the base of a useful add
+        self.sources: dict[Key, Key] = {}  # of a norm's result: where that norm's input came from
         self.learned: set[bool] = set()  # training modes in which a forward was watched
         self.handed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # submodules handed streams
         self.link: weakref.ref[nn.Module] | None = None  # the norm that reads the last sum
@@ -102,6 +108,12 @@ class BlockState:
     def __deepcopy__(self, memo: Any) -> "BlockState":
         return BlockState(self.block_class)
 
+    def learn(self, key: Key | None) -> None:
+        """A norm read a sum whose base came from there."""
+        while key is not None and key not in self.keys:
+            self.keys.add(key)
+            key = self.sources.get(key)
+
     def for_replica(self) -> "BlockState":
         """For a copy that lives for one forward: what this one knows, but for the next norm."""
         replica = BlockState(self.block_class)
@@ -113,10 +125,11 @@ class BlockState:
 class _Call:
     """One running forward of a block. At most one add is pending in it."""
 
-    __slots__ = ("pending", "state")
+    __slots__ = ("pending", "state", "watched")
 
-    def __init__(self, state: BlockState) -> None:
+    def __init__(self, state: BlockState, watched: bool) -> None:
         self.state = state
+        self.watched = watched
         self.pending: ResidualStream | None = None
 
 
@@ -125,7 +138,7 @@ class _Exit:
 
     __slots__ = ("key", "state", "tensor")
 
-    def __init__(self, tensor: Tensor, state: BlockState, key: int | str) -> None:
+    def __init__(self, tensor: Tensor, state: BlockState, key: Key) -> None:
         self.tensor, self.state, self.key = weakref.ref(tensor), state, key
 
 
@@ -135,7 +148,7 @@ class _HandOver:
     __slots__ = ("conditions", "operands", "state", "tensor", "vectors", "version", "y")
 
     def __init__(self, tensor: Tensor, y: Tensor, operands: Operands, state: BlockState) -> None:
-        self.tensor, self.version = weakref.ref(tensor), tensor._version
+        self.tensor, self.version = weakref.ref(tensor, _forget), tensor._version
         self.y, self.operands, self.state = y, operands, state
         self.conditions = _conditions()
         self.vectors = _versions(operands)
@@ -148,6 +161,12 @@ class _Slot(threading.local):
 
 
 _slot = _Slot()
+
+
+def _forget(tensor: "weakref.ref[Tensor]") -> None:
+    """The tensor is gone, and with it every call that could fetch the result."""
+    if type(_slot.held) is _HandOver and _slot.held.tensor is tensor:
+        _drop_held()
 
 
 def _drop_held() -> None:
@@ -191,7 +210,7 @@ class ResidualStream:
 
     __slots__ = ("_base", "_call", "_delta", "_delta_first", "_grad", "_key", "_versions")
 
-    def __init__(self, base: Tensor, call: _Call, key: int | str, grad: bool) -> None:
+    def __init__(self, base: Tensor, call: _Call, key: Key, grad: bool) -> None:
         self._base = base
         self._call = call
         self._key = key
@@ -425,7 +444,7 @@ def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
     pending = stream._delta is not None
     state = stream._call.state
     if pending:
-        state.keys.add(stream._key)
+        state.learn(stream._key)
     if (
         "forward" in norm.__dict__
         or norm._forward_pre_hooks
@@ -440,7 +459,7 @@ def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
     if not pending:
         if state.entry_norm is None and not state.learned:
             state.entry_norm = weakref.ref(norm)
-        return call(norm, stream._base)
+        return _result_of_norm(call(norm, stream._base), norm, stream)
     operands = _add_operands(norm, stream)
     if operands is None or torch.is_grad_enabled() is not stream._grad:
         _finish(stream, "the operator does not serve this norm's call")
@@ -449,6 +468,16 @@ def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
         _drop_held()
     y = _fuse(stream, operands)
     state.inside += 1
+    return _result_of_norm(y, norm, stream)
+
+
+def _result_of_norm(y: Any, norm: nn.Module, stream: ResidualStream) -> Any:
+    """``y``, as a stream where the block adds to it: after a norm that follows its add."""
+    call, key = stream._call, (id(norm),)
+    if type(y) is Tensor and (call.watched or key in call.state.keys):
+        if call.watched:
+            call.state.sources[key] = stream._key
+        return ResidualStream(y, call, key, torch.is_grad_enabled())
     return y
 
 
@@ -503,7 +532,7 @@ def _fetch(norm: nn.Module, x: Tensor) -> Tensor | None:
                 return held.y
     elif type(held) is _Exit and held.tensor() is x:
         held.state.link = weakref.ref(norm)
-        held.state.keys.add(held.key)
+        held.state.learn(held.key)
     _drop_held()
     return None
 
@@ -532,7 +561,7 @@ def run_block(
     args: Any,
     kwargs: Any,
     watch: Callable[[nn.Module], Callable[[], list[nn.Module]]],
-    unguard_needless: Callable[[list[nn.Module], set[int | str]], None],
+    unguard_needless: Callable[[list[nn.Module], set[Key]], None],
 ) -> Any:
     """``forward(block, *args, **kwargs)``, with streams in place of the hidden states.
 
@@ -556,7 +585,7 @@ def run_block(
         return forward(block, *args, **kwargs)
     if block._forward_pre_hooks or torch_module._has_any_global_hook():
         _drop_held()  # a hook may have changed the tensor behind its version counter
-    call = _Call(state)
+    call = _Call(state, watched)
     grad = torch.is_grad_enabled()
     args = list(args)
     for key in keys:
@@ -579,15 +608,15 @@ def run_block(
     return output
 
 
-def _stream_keys(state: BlockState, args: Any, kwargs: Any, watched: bool) -> list[int | str]:
+def _stream_keys(state: BlockState, args: Any, kwargs: Any, watched: bool) -> list[Key]:
     """Which arguments to stream: those that helped before, or while watching all that might."""
-    keys: list[int | str] = []
+    keys: list[Key] = []
     if not watched:
         for key in state.keys:
             if type(key) is int:
                 value = args[key] if key < len(args) else None
             else:
-                value = kwargs.get(key)
+                value = kwargs.get(key)  # none by the id of a norm
             if type(value) is Tensor:
                 keys.append(key)
         return keys
@@ -648,7 +677,7 @@ def _leave_stream(block: nn.Module, stream: ResidualStream) -> Tensor:
         state.link = _expected_link(block, state)
         state.successor = None  # what is seen counts from now on
         if state.link is not None:
-            state.keys.add(stream._key)
+            state.learn(stream._key)
     norm = None if state.link is None else state.link()
     if norm is None:
         summed = _finish(stream, "which norm reads the block's result was not known")
