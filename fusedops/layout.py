@@ -83,9 +83,7 @@ def splits(tensor: Tensor) -> set[int]:
     return breaks
 
 
-def as_rows(
-    tensors: Sequence[Tensor | None], order: tuple[int, ...] | None = None
-) -> list[Any]:
+def as_rows(tensors: Sequence[Tensor | None], order: tuple[int, ...] | None = None) -> list[Any]:
     """Views (n_rows, H) or, all alike, (n_outer, n_inner, H) of tensors of one shape.
 
     A tensor is copied when its last dimension has gaps, or when two strides cannot reach its rows.
