@@ -12,7 +12,7 @@ import pytest
 import fusedops
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("fusedops", "kernels", "integrations", "tests", "bench", "examples")
+FOLDERS = ("fusedops", "kernels", "integrations", "tests", "bench", "docs", "examples")
 SOURCES = sorted(
     path.relative_to(ROOT).as_posix()
     for folder in FOLDERS
