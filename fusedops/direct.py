@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from fusedops import dispatch
 from fusedops.autograd import Spec
+from fusedops.dispatch import DENSE, MEMORY
 
 __all__ = ["norm", "remember"]
 
@@ -47,6 +48,7 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 _is_grad_enabled = torch.is_grad_enabled
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_dispatch_keys = torch._C._dispatch_keys
 _transforms = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -75,8 +77,17 @@ def norm(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """(y, summed), or None. ``options`` are the operator's name and its remaining arguments."""
-    if type(x) is not Tensor or x.dim() == 0 or not x.is_contiguous():
+    """(y, summed), or None.
+
+    ``options`` are the operator's name and its remaining arguments, with the types of numbers: as
+    a dictionary's key, True would pass for 1.0.
+    """
+    if (
+        type(x) is not Tensor
+        or _dispatch_keys(x).raw_repr() & MEMORY != DENSE
+        or x.dim() == 0
+        or not x.is_contiguous()
+    ):
         return None
     device = x.get_device()
     if device < 0:
@@ -89,6 +100,7 @@ def norm(
         if (
             type(residual) is not Tensor
             or residual.shape != x.shape
+            or _dispatch_keys(residual).raw_repr() & MEMORY != DENSE
             or not residual.is_contiguous()
             or residual.get_device() != device
         ):
@@ -160,6 +172,7 @@ def _is_vector(vector: Tensor, n_cols: int, device: int) -> bool:
     kind = type(vector)
     return (
         (kind is Parameter or kind is Tensor)
+        and _dispatch_keys(vector).raw_repr() & MEMORY == DENSE
         and vector.shape == (n_cols,)
         and vector.is_contiguous()
         and vector.get_device() == device

@@ -17,8 +17,10 @@ from torch._subclasses import FakeTensor
 from torch.nn import Parameter
 
 __all__ = [
+    "DENSE",
     "DISABLED",
     "INTERPRETED",
+    "MEMORY",
     "count_calls",
     "is_plain",
     "is_traced",
@@ -65,9 +67,39 @@ def kernel_obstacle(tensor: Tensor) -> str | None:
     return f"no kernels for device type {tensor.device.type!r}"
 
 
+_KEYS = torch._C.DispatchKey
+
+
+def _raw(key: torch._C.DispatchKey) -> int:
+    return torch._C.DispatchKeySet(key).raw_repr()
+
+
+DENSE = _raw(_KEYS.CPU) & _raw(_KEYS.CUDA)
+"""The bit of tensors that have elements in memory; batched ones, of torch's first vmap, lack it."""
+
+MEMORY = (
+    DENSE
+    | _raw(_KEYS.Conjugate)
+    | _raw(_KEYS.Negative)
+    | _raw(_KEYS.ZeroTensor)
+    | _raw(_KEYS.FuncTorchBatched)
+    | _raw(_KEYS.FuncTorchGradWrapper)
+    | _raw(_KEYS.Functionalize)
+    | _raw(_KEYS.Python)
+)
+"""With this mask, the dispatch keys of a tensor whose memory holds its values come to `DENSE`."""
+
+
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a kernel may read this object's memory: a Tensor or Parameter, no subclass."""
-    return type(tensor) is Tensor or type(tensor) is Parameter
+    """Whether a kernel may read this object's memory.
+
+    It must be a Tensor or Parameter and no subclass; and not stand for other values than its
+    memory holds, as lazily negated and batched tensors do.
+    """
+    kind = type(tensor)
+    return (kind is Tensor or kind is Parameter) and (
+        torch._C._dispatch_keys(tensor).raw_repr() & MEMORY == DENSE
+    )
 
 
 def transforms_active() -> bool:

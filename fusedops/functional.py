@@ -55,7 +55,7 @@ def rms_norm(
     >>> rms_norm(torch.tensor([[3.0, 4.0]]), eps=1e-12)
     tensor([[0.8485, 1.1314]])
     """
-    options = ("rms_norm", eps, weight_offset, cast, out_dtype)
+    options = ("rms_norm", eps, weight_offset, cast, out_dtype, type(eps), type(weight_offset))
     if not is_compiling() and (done := direct.norm(options, x, None, weight, None)):
         return done[0]
     return _rms(options, x, None, weight)[0]
@@ -91,7 +91,7 @@ def layer_norm(
     >>> layer_norm(torch.tensor([[1.0, 3.0]]), eps=1e-12)
     tensor([[-1.,  1.]])
     """
-    options = ("layer_norm", eps, out_dtype)
+    options = ("layer_norm", eps, out_dtype, type(eps))
     if not is_compiling() and (done := direct.norm(options, x, None, weight, bias)):
         return done[0]
     return _layer(options, x, None, weight, bias)[0]
@@ -126,7 +126,7 @@ def add_rms_norm(
     >>> y, summed
     (tensor([0.8485, 1.1314]), tensor([3., 4.]))
     """
-    options = ("add_rms_norm", eps, weight_offset, cast, out_dtype)
+    options = ("add_rms_norm", eps, weight_offset, cast, out_dtype, type(eps), type(weight_offset))
     if not is_compiling() and (done := direct.norm(options, x, residual, weight, None)):
         return done  # type: ignore[return-value]
     return _rms(options, x, _require("residual", residual), weight)  # type: ignore[return-value]
@@ -160,7 +160,7 @@ def add_layer_norm(
     >>> y, summed
     (tensor([-1.,  1.]), tensor([1., 3.]))
     """
-    options = ("add_layer_norm", eps, out_dtype)
+    options = ("add_layer_norm", eps, out_dtype, type(eps))
     if not is_compiling() and (done := direct.norm(options, x, residual, weight, bias)):
         return done  # type: ignore[return-value]
     return _layer(options, x, _require("residual", residual), weight, bias)  # type: ignore[return-value]
@@ -175,14 +175,14 @@ def _rms(
     autocasts: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Both RMS forms. ``autocasts``: torch's autocast rule for its own rms_norm applies."""
-    _, eps, weight_offset, cast, out_dtype = options
+    _, eps, weight_offset, cast, out_dtype, *_ = options
     dtype = _check_rows(x, residual)
     _check_vector("weight", weight, x)
     if cast not in ("fp32", "input"):
         raise ValueError(f'cast: expected "fp32" or "input", got {cast!r}')
     if not isinstance(weight_offset, (int, float)) or isinstance(weight_offset, bool):
         raise TypeError(f"weight_offset: expected a number, got {_describe(weight_offset)}")
-    if not math.isfinite(weight_offset):
+    if not abs(weight_offset) < math.inf:  # unlike isfinite, traceable where it is symbolic
         raise ValueError(f"weight_offset: expected a finite number, got {weight_offset}")
     _check_out_dtype(out_dtype)
     if eps is None:
@@ -211,7 +211,7 @@ def _layer(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Both LayerNorm forms."""
-    _, eps, out_dtype = options
+    _, eps, out_dtype, *_ = options
     dtype = _check_rows(x, residual)
     _check_vector("weight", weight, x)
     _check_vector("bias", bias, x)
@@ -327,7 +327,12 @@ def _require(name: str, value: Any) -> Tensor:
 
 
 def _check_dtype(name: str, tensor: Any) -> None:
-    if _require(name, tensor).dtype not in _DTYPES:
+    if _require(name, tensor).layout is not torch.strided or tensor.is_nested:
+        raise TypeError(
+            f"{name}: expected a dense tensor, got layout {tensor.layout}, {tensor.dtype}"
+            + (", nested" if tensor.is_nested else "")
+        )
+    if tensor.dtype not in _DTYPES:
         raise TypeError(
             f"{name}: expected dtype float16, bfloat16, float32 or float64, got {_describe(tensor)}"
         )
@@ -368,7 +373,7 @@ def _check_vector(name: str, vector: Tensor | None, x: Tensor) -> None:
 def _check_eps(eps: Any) -> None:
     if not isinstance(eps, (int, float)) or isinstance(eps, bool):
         raise TypeError(f"eps: expected a number or None, got {_describe(eps)}")
-    if not (eps > 0 and math.isfinite(eps)):
+    if not 0 < eps < math.inf:
         raise ValueError(f"eps: expected a finite number > 0, got {eps}")
 
 
