@@ -23,9 +23,12 @@ import pytest
 import fusedops
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"fusedops": "fusedops", "kernels": "fusedops/kernels"}
-if (ROOT / "integrations").is_dir():
-    PACKAGES["integrations"] = "fusedops/integrations"
+# Where each source folder goes in the package.
+PACKAGES = {
+    "fusedops": "fusedops",
+    "kernels": "fusedops/kernels",
+    "integrations": "fusedops/integrations",
+}
 
 STAND_IN = """\
 from unittest.mock import MagicMock
@@ -45,11 +48,11 @@ def __getattr__(name):
 PROBE = """\
 import os
 from pathlib import Path
-import fusedops, fusedops.kernels.config
+import fusedops, fusedops.integrations, fusedops.kernels.config
 from transformers import LlamaForCausalLM
 from transformers.utils import is_kernels_available
 
-for module in (fusedops, fusedops.kernels.config):
+for module in (fusedops, fusedops.integrations, fusedops.kernels.config):
     assert Path(module.__file__).is_relative_to(os.environ["EXPECT_UNDER"]), module.__file__
 assert is_kernels_available() == (os.environ["EXPECT_KERNELS"] == "with")
 assert isinstance(LlamaForCausalLM, type)
@@ -193,9 +196,15 @@ def test_wheel_built_straight_from_the_tree_is_the_same(
         assert all(one.read(name) == other.read(name) for name in sources())
 
 
-@pytest.mark.parametrize("kernels", ["with", "without"])
 class TestTransformersBesideUs:
-    """``from transformers import LlamaForCausalLM`` with and without PyPI's kernels installed."""
+    """``from transformers import LlamaForCausalLM`` with and without PyPI's kernels installed.
+
+    Each probe costs seconds. The two left out are what this suite itself is: pytest at the root,
+    in an environment with an editable install and without kernels.
+    """
+
+    both = pytest.mark.parametrize("kernels", ["with", "without"])
+    one = pytest.mark.parametrize("kernels", ["with"])
 
     @pytest.fixture
     def probe(self, kernels: str, stand_in: Path) -> Callable[..., str]:
@@ -211,9 +220,11 @@ class TestTransformersBesideUs:
 
         return probe
 
+    @both
     def test_checkout(self, probe: Callable[..., str], checkout: Path) -> None:
         probe("-c", PROBE, cwd=checkout, under=checkout)
 
+    @one
     def test_checkout_under_pytest(self, probe: Callable[..., str], checkout: Path) -> None:
         test = checkout / "tests" / "test_probe.py"
         test.write_text(f"def test_probe():\n{indent(PROBE, '    ')}")
@@ -223,9 +234,11 @@ class TestTransformersBesideUs:
         finally:
             test.unlink()
 
+    @both
     def test_installed(self, probe: Callable[..., str], installed: Path, tmp_path: Path) -> None:
         probe("-c", PROBE, cwd=tmp_path, under=installed, path=[installed])
 
+    @one
     def test_editable(
         self, probe: Callable[..., str], editable: Path, checkout: Path, tmp_path: Path
     ) -> None:
