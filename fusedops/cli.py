@@ -6,14 +6,15 @@ command could not do its work.
 """
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -238,16 +239,17 @@ def _restart_with_interpreter(device: torch.device) -> None:
     os.execve(sys.executable, sys.orig_argv, {**os.environ, "TRITON_INTERPRET": "1"})
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr, or a line a step where that is no terminal; gives the function
     that moves it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    stream = sys.stderr  # as it is now: it is replaced while other libraries run
+    console = Console(file=stream)
     if not console.is_terminal:
-        yield lambda what, done, total: print(f"... {what}", file=sys.stderr, flush=True)
+        yield lambda what, done, total: print(f"... {what}", file=stream, flush=True)
         return
     columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -259,7 +261,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield on_step
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """No chatter of other libraries between the progress bar and the tables."""
     from transformers.utils import logging as transformers_logging
@@ -271,7 +273,8 @@ def _quiet() -> Iterator[None]:
     transformers_logging.disable_progress_bar()
     hub.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        # Progress bars that no setting turns off, as that over a GGUF file, write to sys.stderr.
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

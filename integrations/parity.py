@@ -413,10 +413,7 @@ def _fp32_run(subject: _Subject, notes: list[str]) -> _Run | None:
 def _greedy(
     subject: _Subject, unpatched: _Run, count: int, notes: list[str]
 ) -> tuple[Tensor, int] | None:
-    """The first sequence without its masked positions and its greedy continuation: (ids, start).
-
-    Recomputed from the start for each token: no cache, and no generation settings of the model's.
-    """
+    """The first sequence without its masked positions, continued: (ids, where that starts)."""
     ids = subject.token_ids
     if not count:
         return None
@@ -435,10 +432,26 @@ def _greedy(
     if isinstance(positions, int) and start + count > positions:
         notes.append(f"no greedy continuation: the inputs fill the model's {positions} positions")
         return None
-    with torch.no_grad():
-        for _ in range(count):
-            following = subject.model(row).logits[:, -1:].argmax(-1)
-            row = torch.cat([row, following.to(row.device)], dim=1)
+    # None for settings of the checkpoint's that belong to sampling, which would be warned of.
+    options = {
+        "do_sample": False,
+        "num_beams": 1,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
+    }
+    try:
+        with torch.no_grad():
+            row = subject.model.generate(  # type: ignore[operator]
+                row,
+                attention_mask=torch.ones_like(row),
+                max_new_tokens=count,
+                pad_token_id=0,
+                **options,
+            )
+    except Exception as error:  # generate has demands of its own; the comparison does without
+        notes.append(f"no greedy continuation: {type(error).__name__}: {one_line(error)}")
+        return None
     return row, start
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fusedops import dispatch, functional
 from fusedops.integrations import check_parity, parity, parity_report, patch, unpatch
+from fusedops.integrations.classes import original_class
 from fusedops.integrations.loading import load
 from fusedops.integrations.parity_report import MIN_TOKENS, RATIO_LIMIT, ParityReport
 from fusedops.integrations.patching import force_operators, is_patched
@@ -53,11 +54,15 @@ def ids() -> Tensor:
 
 
 def snapshot(model: nn.Module) -> list[Any]:
-    """All that a comparison could leave behind in a model."""
+    """All that a comparison could leave behind in a model.
+
+    A patched model's blocks learn in their forwards which submodules to guard; that is no change.
+    """
+    any_patched = any(map(is_patched, model.modules()))
     return [
         (
             name,
-            type(module),
+            original_class(module) if any_patched else type(module),
             module.training,
             {k: v for k, v in vars(module).items() if not k.startswith("_fusedops")},
             len(module._forward_hooks),
