@@ -24,11 +24,9 @@ one block merge their chunks' statistics by the update of the same paper (eq. 2.
 import triton
 import triton.language as tl
 
-from fusedops.kernels.arithmetic import divide, reciprocal_root, row_offsets
+from fusedops.kernels.arithmetic import INTERPRETED, divide, reciprocal_root, row_offsets
 
 __all__ = ["norm_forward_kernel", "norm_forward_looped_kernel"]
-
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
