@@ -79,6 +79,16 @@ def test_float8(op):
     refuses(op, TypeError, ["x", "torch.float8_e4m3fn"], x=torch.ones(3, H).to(torch.float8_e4m3fn))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse.*beta:UserWarning")
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "_mkldnn"])
+def test_layout_that_is_not_strided(op, layout, device):
+    if layout == "_mkldnn" and device != "cpu":
+        pytest.skip("a CPU layout")
+    x = torch.ones(3, H)
+    x = {"sparse_coo": x.to_sparse, "_mkldnn": x.to_mkldnn}.get(layout, x.to_sparse_csr)()
+    refuses(op, TypeError, ["x", f"torch.{layout}"], x=x)
+
+
 @pytest.mark.parametrize("vector", ["weight", "bias"])
 @pytest.mark.parametrize("shape", [(H - 1,), (H + 1,), (1,), (0,), (1, H), (3, H), ()], ids=str)
 def test_weight_or_bias_of_another_shape(op, vector, shape):
@@ -119,6 +129,16 @@ def test_eps_may_be_an_integer(op):
     inputs = op.inputs((2, H), FP32, torch.ones(1).device.type)
     y, _ = op.call(inputs, eps=1)
     assert torch.equal(y, op.call(inputs, eps=1.0)[0])
+
+
+@pytest.mark.gpu
+def test_refused_also_after_a_plan_was_made(op):
+    """Calls are remembered by their arguments, and to Python ``1.0 == True``."""
+    inputs = op.inputs((2, H), FP32, "cuda")
+    for _ in range(2):
+        op.call(inputs, eps=1.0)
+    with pytest.raises(TypeError, match="eps"):
+        op.call(inputs, eps=True)
 
 
 RMS = pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm"], indirect=True)

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions under everything that traces, counts or re-runs what they do."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import fusedops
+
+pytestmark = pytest.mark.usefixtures("bf16_rounding")
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+EPS = 1e-5
+
+
+def function_of(op, inputs, **options):
+    """The operator as a function of its tensors alone; its results as a tuple."""
+    names = list(inputs)
+
+    def function(*tensors):
+        y, summed = op.call(dict(zip(names, tensors, strict=True)), eps=EPS, **options)
+        return (y,) if summed is None else (y, summed)
+
+    return function
+
+
+def compiled(function, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+def leaves_of(inputs):
+    return [t.detach().clone().requires_grad_() for t in inputs.values()]
+
+
+def backward(outputs, leaves):
+    torch.manual_seed(1)
+    grads = [torch.randn_like(out) for out in outputs]
+    return torch.autograd.grad(outputs, leaves, grads)
+
+
+@pytest.fixture
+def same(path):
+    """Compiled code calls the same kernels, and so has the same bits; torch's own code need not."""
+    limits = {"rtol": 1e-5, "atol": 1e-5} if path == "reference" else {"rtol": 0, "atol": 0}
+    return functools.partial(torch.testing.assert_close, **limits)
+
+
+# torch.compile ---------------------------------------------------------------------------------
+
+
+def test_compiles_as_one_graph(op, same, device):
+    inputs = op.inputs((4, 3, 40), FP32, device)
+    function = function_of(op, inputs)
+    same(compiled(function)(*inputs.values()), function(*inputs.values()))
+
+
+def test_compiles_forward_and_backward(op, same, device):
+    inputs = op.inputs((4, 3, 40), FP32, device)
+    function = function_of(op, inputs)
+    leaves = leaves_of(inputs)
+    outputs = compiled(function)(*leaves)
+    expected = function(*leaves)
+    same(outputs, expected)
+    same(backward(outputs, leaves), backward(expected, leaves))
+
+
+def test_compiled_graph_holds_the_kernels(op, device):
+    """Not the reference, operation by operation: in CI's numbers that would go unnoticed."""
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    inputs = op.inputs((4, 40), FP16, device)
+    torch._dynamo.reset()
+    torch.compile(function_of(op, inputs), fullgraph=True, backend=keep)(*inputs.values())
+    called = {str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function"}
+    assert any("fusedops" in target for target in called), called
+
+
+def test_row_count_may_change_without_recompiling(op, same, device):
+    inputs = op.inputs((64, 40), FP32, device)
+    function = function_of(op, inputs)
+    fast = compiled(function, dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (64, 5, 33):
+            part = [t[:rows].clone() if t.dim() > 1 else t for t in inputs.values()]
+            same(fast(*part), function(*part))
+
+
+def test_compiles_with_some_gradients_only(op, same, device):
+    inputs = op.inputs((4, 40), FP32, device)
+    function = function_of(op, inputs)
+    tensors = list(inputs.values())
+    tensors[0] = tensors[0].requires_grad_()
+    outputs = compiled(function)(*tensors)
+    expected = function(*tensors)
+    same(outputs, expected)
+    same(backward(outputs, tensors[:1]), backward(expected, tensors[:1]))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "sliced", "empty"])
+def test_compiles_other_layouts(op, layout, same, device):
+    inputs = op.inputs((4, 6, 40), FP32, device)
+    change = {
+        "transposed": lambda t: t.transpose(0, 1),
+        "sliced": lambda t: t[:, ::2],
+        "empty": lambda t: t[:0],
+    }[layout]
+    tensors = [change(t) if t.dim() > 1 else t for t in inputs.values()]
+    function = function_of(op, inputs)
+    ours, expected = compiled(function)(*tensors), function(*tensors)
+    same(ours, expected)
+    assert [t.stride() for t in ours] == [t.stride() for t in expected]
+
+
+def test_compiles_inside_a_model(op, same, device):
+    """What surrounds the call is traced with it, and the gradient flows through both."""
+    inputs = op.inputs((4, 40), FP32, device)
+    function = function_of(op, inputs)
+
+    def block(x, *others):
+        y, *rest = function(torch.tanh(x), *others)
+        return (y @ y.T).relu(), *rest
+
+    leaves = leaves_of(inputs)
+    outputs, expected = compiled(block)(*leaves), block(*leaves)
+    torch.testing.assert_close(outputs, expected)
+    torch.testing.assert_close(backward(outputs, leaves), backward(expected, leaves))
+
+
+def test_exports(op, device):
+    inputs = op.inputs((4, 40), FP32, device)
+
+    class Model(torch.nn.Module):
+        def forward(self, *tensors):
+            return function_of(op, inputs)(*tensors)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.export's own deprecations
+        program = torch.export.export(Model(), tuple(inputs.values()))
+    torch.testing.assert_close(
+        program.module()(*inputs.values()), function_of(op, inputs)(*inputs.values())
+    )
+
+
+# Fake tensors and other tracers ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("layout", ["plain", "transposed"])
+def test_fake_tensors_tell_shape_dtype_and_strides(op, layout, train, device):
+    from torch._subclasses import FakeTensorMode
+
+    inputs = op.inputs((4, 6, 40), BF16, device, weight_dtype=FP32)
+    if layout == "transposed":
+        inputs = {n: t.transpose(0, 1) if t.dim() > 1 else t for n, t in inputs.items()}
+    real = function_of(op, inputs)(*inputs.values())
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(t).requires_grad_(train) for t in inputs.values()]
+        outputs = function_of(op, inputs)(*fakes)
+        for fake, true in zip(outputs, real, strict=True):
+            assert (fake.shape, fake.dtype, fake.device.type) == (true.shape, true.dtype, device)
+            assert fake.stride() == true.stride()
+        if train:
+            for leaf, grad in zip(fakes, backward(outputs, fakes), strict=True):
+                assert (grad.shape, grad.dtype) == (leaf.shape, leaf.dtype)
+
+
+def test_fake_tensors_outside_their_mode(op, device):
+    from torch._subclasses import FakeTensorMode
+
+    inputs = op.inputs((4, 40), FP16, device)
+    mode = FakeTensorMode()
+    outputs = function_of(op, inputs)(*[mode.from_tensor(t) for t in inputs.values()])
+    assert all(out.shape == (4, 40) for out in outputs)
+    assert all(isinstance(out, torch._subclasses.FakeTensor) for out in outputs)
+
+
+def test_meta_tensors(op):
+    inputs = op.inputs((4, 40), FP16, "meta")
+    outputs = function_of(op, inputs)(*inputs.values())
+    assert all(out.is_meta and out.shape == (4, 40) and out.dtype == FP16 for out in outputs)
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_make_fx(op, tracing_mode, same, device):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = op.inputs((4, 40), FP32, device)
+    function = function_of(op, inputs)
+    traced = make_fx(function, tracing_mode=tracing_mode)(*inputs.values())
+    other = op.inputs((4, 40), FP32, device)
+    same(traced(*other.values()), function(*other.values()))
+
+
+def test_make_fx_of_the_backward(op, same, device):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    inputs = op.inputs((4, 40), FP32, device)
+    function = function_of(op, inputs)
+
+    def gradients(*tensors):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        return torch.autograd.grad(sum(out.sum() for out in function(*leaves)), leaves)
+
+    traced = make_fx(gradients)(*inputs.values())
+    other = op.inputs((4, 40), FP32, device)
+    torch.testing.assert_close(traced(*other.values()), gradients(*other.values()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_jit_trace(op, same, device):
+    """A trace must hold the operator, and not the result of the call it was made from."""
+    inputs = op.inputs((4, 40), FP32, device)
+    function = function_of(op, inputs)
+    traced = torch.jit.trace(function, tuple(inputs.values()))
+    other = op.inputs((7, 40), FP32, device)
+    same(traced(*other.values()), function(*other.values()))
+
+
+def test_flop_counter_sees_a_call(op, same, device):
+    """A dispatch mode is entered through the dispatcher, and results do not change."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs = op.inputs((4, 40), FP32, device)
+    function = function_of(op, inputs)
+    expected = function(*inputs.values())
+    counter = FlopCounterMode(display=False)
+    with counter:
+        ours = function(*inputs.values())
+        (inputs["x"] @ inputs["x"].T)
+    same(ours, expected)
+    assert counter.get_total_flops() == 2 * 4 * 40 * 4
+
+
+def test_dispatch_modes_see_an_operator(op, path, device):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Record(TorchDispatchMode):
+        seen: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    inputs = op.inputs((4, 40), FP32, device)
+    with Record() as mode:
+        function_of(op, inputs)(*inputs.values())
+    assert mode.seen
+    if path != "reference":
+        assert any("fusedops" in name for name in mode.seen), mode.seen
+
+
+def test_tensor_subclass_keeps_its_type(op, device):
+    """A subclass is no plain memory: torch's operations decide what comes of it."""
+
+    class Tagged(torch.Tensor):
+        pass
+
+    inputs = op.inputs((4, 40), FP32, device)
+    expected = function_of(op, inputs)(*inputs.values())
+    tagged = {**inputs, "x": inputs["x"].as_subclass(Tagged)}
+    outputs = function_of(op, tagged)(*tagged.values())
+    assert all(isinstance(out, Tagged) for out in outputs)
+    for out, plain in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(out.as_subclass(torch.Tensor), plain, rtol=1e-5, atol=1e-5)
+
+
+# Checkpointing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(op, use_reentrant, device):
+    inputs = op.inputs((4, 40), FP32, device)
+    function = function_of(op, inputs)
+    leaves, others = leaves_of(inputs), leaves_of(inputs)
+    torch.manual_seed(1)
+    grads = [torch.randn(4, 40, device=device) for _ in range(1 + op.adds)]
+    torch.autograd.backward(checkpoint(function, *leaves, use_reentrant=use_reentrant), grads)
+    torch.autograd.backward(function(*others), grads)
+    for a, b in zip(leaves, others, strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_selective_checkpointing(op, policy, device):
+    inputs = op.inputs((4, 40), FP32, device)
+    function = function_of(op, inputs)
+    leaves, others = leaves_of(inputs), leaves_of(inputs)
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, lambda ctx, func, *args, **kwargs: policy
+    )
+    torch.manual_seed(1)
+    grads = [torch.randn(4, 40, device=device) for _ in range(1 + op.adds)]
+    outputs = checkpoint(function, *leaves, use_reentrant=False, context_fn=contexts)
+    torch.autograd.backward(outputs, grads)
+    torch.autograd.backward(function(*others), grads)
+    for a, b in zip(leaves, others, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_saved_tensors_may_be_packed(op, device):
+    """Offloading through saved-tensor hooks: what comes back is used, whatever object it is."""
+    inputs = op.inputs((4, 40), FP32, device)
+    function = function_of(op, inputs)
+    leaves, others = leaves_of(inputs), leaves_of(inputs)
+    with torch.autograd.graph.save_on_cpu():
+        outputs = function(*leaves)
+    sum(out.square().sum() for out in outputs).backward()
+    sum(out.square().sum() for out in function(*others)).backward()
+    for a, b in zip(leaves, others, strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+# The registered operators ------------------------------------------------------------------------
+
+
+def forward_samples(device):
+    """Arguments for the forward operators: both norms, with and without a residual."""
+    rows = torch.randn(3, 4, 24, device=device)
+    weight = torch.randn(24, device=device)
+    for x, adds, centered in [
+        (rows, False, True),
+        (rows.transpose(0, 1), True, True),
+        (rows.transpose(0, 1), False, False),
+        (rows[:0], True, False),
+    ]:
+        residual = torch.randn(x.shape, device=device) if adds else None
+        bias = weight + 1 if centered else None
+        yield (x, residual, weight, bias, EPS, centered, False, 0.0, FP32, centered)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["norm_forward", "norm_forward_training"])
+@pytest.mark.parametrize("train", [False, True])
+def test_opcheck_of_the_forwards(name, train, device):
+    operator = getattr(torch.ops.fusedops, name).default
+    for sample in forward_samples(device):
+        arguments = tuple(
+            a.detach().clone().requires_grad_() if train and isinstance(a, torch.Tensor) else a
+            for a in sample
+        )
+        torch.library.opcheck(operator, arguments)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("needs", [(True, FP32, FP32), (True, None, None), (False, FP32, None)])
+def test_opcheck_of_the_backward(needs, device):
+    needs_ds, dweight_dtype, dbias_dtype = needs
+    for sample in forward_samples(device):
+        x, residual, weight, bias, *spec = sample
+        y, summed, mean, rstd = torch.ops.fusedops.norm_forward_training(*sample)
+        dy = torch.randn_like(y)
+        dsum = None if residual is None else torch.randn_like(y)
+        s = x if residual is None else summed
+        centered, row_major = spec[1], spec[-1] and residual is None
+        torch.library.opcheck(
+            torch.ops.fusedops.norm_backward.default,
+            (dy, dsum, s, weight, mean, rstd, EPS, centered, 0.0, row_major)
+            + (needs_ds, dweight_dtype, dbias_dtype),
+        )
+
+
+def test_importing_registers_once():
+    """Both import orders lead to the same library; a second definition would raise."""
+    import importlib
+
+    module = importlib.import_module("fusedops.ops")
+    assert module is importlib.import_module("fusedops.ops")
+    assert fusedops.rms_norm is fusedops.functional.rms_norm
