@@ -30,17 +30,15 @@ TESTED_TRITON = ("3.6", "3.7")
 class Plan(NamedTuple):
     """A compiled forward kernel and the arguments that do not change."""
 
-    run: Any
-    function: Any
-    packed_metadata: Any
-    compiled: Any  # kept alive: its destructor unloads the module
-    hooks: Any
-    block_rows: int
-    y_like_x: bool
-    y_dtype: torch.dtype
-    sum_dtype: torch.dtype
+    launch: Any  # called with grid and stream, then head, pointers, strides, n_rows, constants
+    head: tuple[Any, ...]
     strides: tuple[int | None, ...]
     constants: tuple[Any, ...]
+    block_rows: int
+    y_dtype: torch.dtype | None  # None: as x
+    sum_dtype: torch.dtype | None  # None: as the residual
+    hooks: Any  # Triton's settings, where a profiler would hook itself in
+    compiled: Any  # kept alive: its destructor unloads the module
 
 
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -55,19 +53,7 @@ _function_modes = torch._C._len_torch_function_stack
 _jit_trace = torch._C._get_tracing_state
 _autocast = torch._C._is_any_autocast_enabled
 _forward_ad = torch.autograd.forward_ad
-
-
-def _watched() -> bool:
-    """Whether something other than plain eager execution is going on."""
-    return bool(
-        _transforms() is not None
-        or _forward_ad._current_level >= 0
-        or _dispatch_modes()
-        or _function_modes()
-        or _jit_trace() is not None
-        or _autocast()
-        or dispatch._counters
-    )
+_counters = dispatch._counters
 
 
 def norm(
@@ -84,25 +70,26 @@ def norm(
     """
     if (
         type(x) is not Tensor
+        or not x.is_cuda
         or _dispatch_keys(x).raw_repr() & MEMORY != DENSE
-        or x.dim() == 0
         or not x.is_contiguous()
     ):
         return None
-    device = x.get_device()
-    if device < 0:
+    shape = x.shape
+    if not shape:
         return None
-    n_cols = x.shape[-1]
+    n_cols = shape[-1]
+    device = x.get_device()
     x_ptr = pointers = x.data_ptr()
     needs_grad = x.requires_grad
     residual_ptr = residual_dtype = weight_ptr = weight_dtype = bias_ptr = bias_dtype = None
     if residual is not None:
         if (
             type(residual) is not Tensor
-            or residual.shape != x.shape
+            or residual.get_device() != device
             or _dispatch_keys(residual).raw_repr() & MEMORY != DENSE
             or not residual.is_contiguous()
-            or residual.get_device() != device
+            or residual.shape != shape
         ):
             return None
         residual_ptr, residual_dtype = residual.data_ptr(), residual.dtype
@@ -130,28 +117,36 @@ def norm(
         plan is None
         or pointers & 15
         or (needs_grad and _is_grad_enabled())
-        or _watched()
+        # Anything going on but plain eager execution?
+        or _dispatch_modes()
+        or _function_modes()
+        or _autocast()
+        or _transforms() is not None
+        or _jit_trace() is not None
+        or _forward_ad._current_level >= 0
+        or _counters
+        or plan.hooks.launch_enter_hook.calls
+        or plan.hooks.launch_exit_hook.calls
         or device != _current_device()
     ):
         return None
     n_rows = x.numel() // n_cols
-    if not 0 < n_rows < 2**31 or plan.hooks():
+    if not 0 < n_rows < 2**31:
         return None
-    y = torch.empty_like(x) if plan.y_like_x else torch.empty_like(x, dtype=plan.y_dtype)
+    y = torch.empty_like(x) if plan.y_dtype is None else torch.empty_like(x, dtype=plan.y_dtype)
     summed = summed_ptr = None
     if residual is not None:
-        summed = torch.empty_like(residual, dtype=plan.sum_dtype)
+        if plan.sum_dtype is None:
+            summed = torch.empty_like(residual)
+        else:
+            summed = torch.empty_like(residual, dtype=plan.sum_dtype)
         summed_ptr = summed.data_ptr()
-    plan.run(
+    plan.launch(
         -(-n_rows // plan.block_rows),
         1,
         1,
         _current_stream(device),
-        plan.function,
-        plan.packed_metadata,
-        None,
-        None,
-        None,
+        *plan.head,
         x_ptr,
         residual_ptr,
         weight_ptr,
@@ -172,10 +167,10 @@ def _is_vector(vector: Tensor, n_cols: int, device: int) -> bool:
     kind = type(vector)
     return (
         (kind is Parameter or kind is Tensor)
-        and _dispatch_keys(vector).raw_repr() & MEMORY == DENSE
+        and vector.get_device() == device
+        and not vector.is_neg()
         and vector.shape == (n_cols,)
         and vector.is_contiguous()
-        and vector.get_device() == device
     )
 
 
@@ -201,6 +196,8 @@ def remember(
     )
     if device < 0 or device != _current_device() or key in _plans:
         return
+    import triton
+
     from fusedops.kernels import launch
 
     if launch.TRITON_RELEASE not in TESTED_TRITON:
@@ -229,16 +226,30 @@ def remember(
     compiled = call.kernel.warmup(*call.arguments, grid=call.grid, **call.meta)
     names = call.kernel.arg_names
     first_stride, rows = names.index("x_row_stride"), names.index("n_rows")
+    run, head = _entry(compiled, launch.TRITON_RELEASE)
     _plans[key] = Plan(
-        run=compiled.run,
-        function=compiled.function,
-        packed_metadata=compiled.packed_metadata,
-        compiled=compiled,
-        hooks=launch.hooks,
-        block_rows=call.meta["BLOCK_ROWS"],
-        y_like_x=spec.y_dtype == x.dtype,
-        y_dtype=spec.y_dtype,
-        sum_dtype=sum_dtype,
+        launch=run,
+        head=head,
         strides=call.arguments[first_stride:rows],
         constants=(eps, *(call.meta[name] for name in names if name in call.meta)),
+        block_rows=call.meta["BLOCK_ROWS"],
+        y_dtype=None if spec.y_dtype == x.dtype else spec.y_dtype,
+        sum_dtype=None if residual is None or sum_dtype == residual.dtype else sum_dtype,
+        hooks=triton.knobs.runtime,
+        compiled=compiled,
     )
+
+
+def _entry(compiled: Any, release: str) -> tuple[Any, tuple[Any, ...]]:
+    """What to call for a launch, and its arguments between the stream and the kernel's own."""
+    metadata = compiled.packed_metadata
+    launcher = compiled.run  # loads the module, too
+    hooks = (None, None, None)  # no metadata for hooks, and no hooks
+    if (
+        release == "3.6"
+        and type(launcher).__name__ == "CudaLauncher"
+        and launcher.global_scratch_size == launcher.profile_scratch_size == 0
+    ):  # past the Python that would allocate the scratch memory
+        options = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+        return launcher.launch, (compiled.function, *options, None, None, metadata, *hooks)
+    return launcher, (compiled.function, metadata, *hooks)
