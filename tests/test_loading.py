@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models by name, from every source that needs no network, and each way in which that fails."""
 
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,30 @@ def test_gguf_file_and_folder(tmp_path: Path) -> None:
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     with pytest.raises(LoadingError, match="holds 2 GGUF files"):
         load(tmp_path)
+
+
+def test_example_trains_a_model_that_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(loading.__file__).resolve().parent.parent / "examples" / "char_gpt2.py"
+    if not script.is_file():
+        pytest.skip("the examples are not beside this installation")
+    example = runpy.run_path(str(script))
+    folder = tmp_path / "cache" / "char-gpt2"
+    assert example["main"]([str(folder), "--steps", "2"]) == 0
+    assert "trained on" in capsys.readouterr().out
+    loaded = load(folder)
+    assert type(loaded.model).__name__ == "GPT2LMHeadModel"
+    assert loaded.tokenizer is not None
+    text = "The name of a class,\n    and its __doc__."
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode(text)) == text
+    assert loaded.prompt_length(text) == len(text)
+
+    written = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert example["main"]([str(folder)]) == 0  # kept, not trained anew
+    assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == written
+    assert example["main"]([str(tmp_path)]) == 1
+    assert "holds something else" in capsys.readouterr().err
 
 
 def test_prompt_is_cut_repeated_and_shifted() -> None:
