@@ -50,6 +50,18 @@ def _class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+_found: dict[object, NormSpec | str] = {}  # what was proven in this process, or the reason
+
+
+def _recognise(module: nn.Module, cls: type) -> NormSpec | str:
+    try:
+        spec = recognise(module, cls)
+        generated_class(cls, Kind.NORM)
+    except UnrecognisedNorm as error:
+        return str(error)
+    return spec
+
+
 def _plan_norms(model: nn.Module) -> tuple[list[tuple[nn.Module, NormSpec]], list[NormRow]]:
     """What to change, and a row for each class and treatment. Changes nothing."""
     found: dict[object, NormSpec | str] = {}
@@ -67,14 +79,11 @@ def _plan_norms(model: nn.Module) -> tuple[list[tuple[nn.Module, NormSpec]], lis
             continue
         outcome: NormSpec | str | None = forward_obstacle(module)
         if outcome is None:
-            key = recognition_key(module, cls)
-            if key not in found:
-                try:
-                    found[key] = recognise(module, cls)
-                    generated_class(cls, Kind.NORM)
-                except UnrecognisedNorm as error:
-                    found[key] = str(error)
-            outcome = found[key]
+            key, lasting = recognition_key(module, cls)
+            outcomes = _found if lasting else found
+            if key not in outcomes:
+                outcomes[key] = _recognise(module, cls)
+            outcome = outcomes[key]
         if isinstance(outcome, NormSpec):
             changes.append((module, outcome))
         elif not looks_like_norm:

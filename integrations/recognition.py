@@ -143,26 +143,32 @@ def is_candidate(module: nn.Module) -> bool:
     )
 
 
-def _attribute_key(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
-        return type(value), value
-    if isinstance(value, tuple | list):
-        return type(value), tuple(_attribute_key(item) for item in value)
-    return type(value), id(value)
+def recognition_key(module: nn.Module, cls: Any = None) -> tuple[object, bool]:
+    """Equal for modules that one proof covers: class, forward, attributes, shapes of tensors.
 
-
-def recognition_key(module: nn.Module, cls: type | None = None) -> object:
-    """Equal for modules that one proof covers: class, attributes and shapes of tensors.
-
-    Objects count by identity, so a key is good for as long as the module lives.
+    The second item is whether the key says so for good. Objects count by identity, and a key with
+    one in it is good for as long as the object lives.
     """
+    cls = cls or type(module)
+    identities: list[object] = []
+
+    def key_of(value: Any) -> object:
+        if value is None or isinstance(
+            value, bool | int | float | str | torch.dtype | torch.device
+        ):
+            return type(value), value
+        if isinstance(value, tuple | list):
+            return type(value), tuple(map(key_of, value))
+        identities.append(value)
+        return type(value), id(value)
+
     attributes = frozenset(
-        (name, _attribute_key(value))
+        (name, key_of(value))
         for name, value in own_attributes(module).items()
         if not isinstance(value, Tensor)
     )
     tensors = tuple((name, tuple(tensor.shape)) for name, tensor in own_tensors(module).items())
-    return cls or type(module), attributes, tensors
+    return (cls, cls.forward, attributes, tensors), not identities
 
 
 # --- the proof ---------------------------------------------------------------------------------

@@ -208,7 +208,16 @@ class ResidualStream:
     pretence of being one: C code believes ``__class__`` and reads memory that is not there.
     """
 
-    __slots__ = ("_base", "_call", "_delta", "_delta_first", "_grad", "_key", "_versions")
+    __slots__ = (
+        "_base",
+        "_call",
+        "_delta",
+        "_delta_first",
+        "_grad",
+        "_key",
+        "_reshaped",
+        "_versions",
+    )
 
     def __init__(self, base: Tensor, call: _Call, key: Key, grad: bool) -> None:
         self._base = base
@@ -218,6 +227,7 @@ class ResidualStream:
         self._delta: Tensor | None = None
         self._delta_first = False
         self._versions: tuple[int, int] | None = None
+        self._reshaped: ResidualStream | None = None  # holds this one's pending sum since
 
     # Cheap answers, without doing the add.
 
@@ -245,6 +255,30 @@ class ResidualStream:
 
     def size(self, dim: int | None = None) -> Any:
         return self._base.size() if dim is None else self._base.size(dim)
+
+    # Conversions that often change nothing, and then give the stream itself as a tensor would.
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and args[0] is self.dtype:
+            return self
+        return self._converted(as_tensor(self).to(*args, **kwargs))
+
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def contiguous(self) -> Any:
+        return self._converted(as_tensor(self).contiguous())
+
+    def _converted(self, tensor: Tensor) -> Any:
+        return self if tensor is self._base else tensor
+
+    # Reshapes that keep the rows of a pending sum as they are.
+
+    def view(self, *shape: Any) -> Any:
+        return _reshape(self, shape, "view")
+
+    def reshape(self, *shape: Any) -> Any:
+        return _reshape(self, shape, "reshape")
 
     def __add__(self, other: Any) -> Any:
         return _add(self, other, False)
@@ -342,7 +376,7 @@ def _add(stream: ResidualStream, other: Any, other_first: bool) -> Any:
     call = stream._call
     if call.pending is not None:
         _finish(call.pending, "another add came before a norm read the sum")
-    base = stream._base
+    base = stream._base if stream._reshaped is None else as_tensor(stream)
     if type(other) is ResidualStream:
         other = as_tensor(other)
     if (
@@ -368,9 +402,28 @@ def as_tensor(stream: ResidualStream) -> Tensor:
     pending = stream._call.pending
     if pending is not None:
         _finish(pending, "something else than a norm read the sum")
+    if stream._reshaped is not None:
+        stream._base = as_tensor(stream._reshaped).view(stream._base.shape)
+        stream._reshaped = None
     if stream._grad and not torch.is_grad_enabled():
         _refuse_functions(stream._call.state)
     return stream._base
+
+
+def _reshape(stream: ResidualStream, shape: Any, name: str) -> Any:
+    """A pending sum as rows in another arrangement stays pending; the rest is the tensor's."""
+    base, delta = stream._base, stream._delta
+    if delta is not None and base.is_contiguous() and delta.is_contiguous():
+        with torch.set_grad_enabled(stream._grad):
+            new_base = getattr(base, name)(*shape)
+            if new_base.dtype is base.dtype and new_base.shape[-1:] == base.shape[-1:]:
+                result = ResidualStream(new_base, stream._call, stream._key, stream._grad)
+                result._delta = getattr(delta, name)(*shape)
+                result._delta_first, result._versions = stream._delta_first, stream._versions
+                stream._delta, stream._reshaped = None, result
+                stream._call.pending = result
+                return result
+    return getattr(as_tensor(stream), name)(*shape)
 
 
 def _finish(stream: ResidualStream, reason: str) -> Tensor:
@@ -459,7 +512,8 @@ def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
     if not pending:
         if state.entry_norm is None and not state.learned:
             state.entry_norm = weakref.ref(norm)
-        return _result_of_norm(call(norm, stream._base), norm, stream)
+        x = stream._base if stream._reshaped is None else as_tensor(stream)
+        return _result_of_norm(call(norm, x), norm, stream)
     operands = _add_operands(norm, stream)
     if operands is None or torch.is_grad_enabled() is not stream._grad:
         _finish(stream, "the operator does not serve this norm's call")

@@ -87,6 +87,9 @@ def test_dispatch_is_on_the_instance_not_the_class() -> None:
     assert recognition_key(last) != recognition_key(first)
     assert recognition_key(last) == recognition_key(ConvNextLayerNorm(40))
     assert recognition_key(nn.LayerNorm(8)) != recognition_key(nn.LayerNorm(8, bias=False))
+    assert recognition_key(nn.LayerNorm(8))[1]
+    last.config = object()  # type: ignore[assignment]
+    assert not recognition_key(last)[1]  # good while the object lives
 
 
 # --- norms that look like ours and are not ---------------------------------------------------

@@ -272,6 +272,42 @@ class Scaled(Block):
         return x + self.mlp(self.norm2(x)) * 0.22
 
 
+class Flattens(Block):
+    """As OPT does: the sum as a matrix, and back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.mix(self.norm1(x))
+        shape = h.shape
+        flat = h.reshape(-1, h.size(-1))
+        residual = flat
+        flat = self.mlp(self.norm2(flat))
+        return (
+            (residual + flat).view(shape) + 0.0 * h.mean()
+            if self.look
+            else self.out(residual + flat, shape)
+        )
+
+    look = False
+
+    def out(self, h: Tensor, shape: torch.Size) -> Tensor:
+        return h.view(shape)
+
+
+class FlattensAndLooksBack(Flattens):
+    look = True
+
+
+class Converts(Block):
+    """As Mamba does: conversions that change nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self.norm1(x.to(dtype=self.norm1.weight.dtype))
+        residual = residual.to(torch.float32)
+        x = (residual + self.mix(x)).float()
+        return (x + self.mlp(self.norm2(x.to(torch.float32)))).contiguous()
+
+
 class ReturnsTuple(Block):
     def forward(self, hidden: Tensor, *, extra: Any = None) -> tuple[Tensor, Any]:
         hidden = hidden + self.mix(self.norm1(hidden))
@@ -287,7 +323,17 @@ class TupleNet(Net):
 
 @pytest.mark.parametrize(
     ("block", "fused"),
-    [(Block, 6), (PostNorm, 6), (NormFirst, 3), (Sandwich, 3), (Parallel, 3), (Scaled, 6)],
+    [
+        (Block, 6),
+        (PostNorm, 6),
+        (NormFirst, 3),
+        (Sandwich, 3),
+        (Parallel, 3),
+        (Scaled, 6),
+        (Flattens, 6),
+        (FlattensAndLooksBack, 3),
+        (Converts, 3),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_shapes_of_blocks(block: type[nn.Module], fused: int) -> None:
@@ -767,7 +813,10 @@ def test_adding_does_nothing_until_somebody_looks() -> None:
         lambda s: torch.stack((s, s)),
         lambda s: nn.functional.linear(s, torch.eye(SIZE)),
         lambda s: s.to(torch.bfloat16),
-        lambda s: s.float().view(-1, SIZE),
+        lambda s: s.double().view(-1, SIZE),
+        lambda s: s.view(-1, 2 * SIZE),
+        lambda s: s.reshape(SIZE, -1),
+        lambda s: s.view(torch.int32).view(torch.float32),
         lambda s: s.mean(-1, keepdim=True),
         lambda s: torch.stack(list(s)),
         lambda s: s == s,
