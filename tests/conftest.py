@@ -92,6 +92,36 @@ def bf16_rounding() -> Iterator[None]:
         builder.cast_impl = original
 
 
+@pytest.fixture(scope="module")
+def tree_sums() -> Iterator[None]:
+    """Make the interpreter add up in a tree along every axis, as GPUs do.
+
+    numpy does so along the innermost axis only; along others it keeps a running sum, whose error
+    grows with the length of the row.
+    """
+    if ON_GPU or not dispatch.INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    original = interpreter.ReduceOps.sum
+
+    def tree(self: Any, values: Any) -> Any:
+        data = values.handle.data
+        if self.axis is None:
+            return original(self, values)
+        data = np.ascontiguousarray(np.moveaxis(data, self.axis, -1)).sum(-1)
+        if self.keep_dims:
+            data = np.expand_dims(data, self.axis)
+        return self.to_tensor(data, values.dtype)
+
+    interpreter.ReduceOps.sum = tree
+    try:
+        yield
+    finally:
+        interpreter.ReduceOps.sum = original
+
+
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Rows of more than this many elements are walked over in chunks, as very long ones are."""
@@ -307,14 +337,22 @@ def ulp() -> Callable[[Tensor, torch.dtype], Tensor]:
 def assert_close_to_truth() -> Callable[..., None]:
     """The accuracy rule: every error at most twice torch's largest, with a floor of one ulp.
 
+    ``torchs_error``: the largest error torch made on other inputs of the same distribution.
     ``summed_over``: how many rows a weight gradient was summed over. Each term, of size 1, brings
     an error of about one unit: a random walk, whose end lies within 4 standard deviations.
     """
 
-    def check(name: str, ours: Tensor, torchs: Tensor, truth: Tensor, summed_over: int = 1) -> None:
+    def check(
+        name: str,
+        ours: Tensor,
+        torchs: Tensor,
+        truth: Tensor,
+        torchs_error: float = 0.0,
+        summed_over: int = 1,
+    ) -> None:
         assert ours.shape == truth.shape, name
         error = (ours.double() - truth).abs()
-        limit = 2 * (torchs.double() - truth).abs().max().item() if truth.numel() else 0.0
+        limit = 2 * max(torchs_error, (torchs.double() - truth).abs().max().item())
         if summed_over > 1:
             step = torch.finfo(torch.promote_types(ours.dtype, torch.float32)).eps
             limit = max(limit, 4 * step * summed_over**0.5)

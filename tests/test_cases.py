@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs on which fused norms have gone wrong, with the right values beside them."""
 
+import os
+
 import pytest
 import torch
 
 from fusedops import add_rms_norm, layer_norm, rms_norm
 
-pytestmark = pytest.mark.usefixtures("bf16_rounding")
+pytestmark = pytest.mark.usefixtures("bf16_rounding", "tree_sums")
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -265,6 +267,107 @@ def test_strided_gradient_is_read_and_not_written(op, kind, device):
     assert torch.equal(whole, before)
 
 
+GUARD = 128  # elements on each side; a multiple of 16 bytes, so that alignment stays
+
+
+@pytest.fixture
+def guarded_buffers(monkeypatch):
+    """Everything that torch.empty makes lies between guard bands; the fixture checks them."""
+    buffers = []
+    empty = torch.empty
+
+    def guarded(*shape, dtype=None, device=None):
+        shape = torch.Size(*shape) if isinstance(shape[0], tuple | list) else torch.Size(shape)
+        buffer = torch.full((shape.numel() + 2 * GUARD,), 7.0, dtype=dtype, device=device)
+        buffers.append(buffer)
+        return buffer[GUARD:-GUARD].view(shape)
+
+    def guarded_like(t, *, dtype=None):
+        return guarded(t.shape, dtype=dtype or t.dtype, device=t.device)
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    monkeypatch.setattr(torch, "empty_like", guarded_like)
+    yield buffers
+    monkeypatch.setattr(torch, "empty", empty)
+    assert buffers
+    for buffer in buffers:
+        assert (buffer[:GUARD] == 7.0).all()
+        assert (buffer[-GUARD:] == 7.0).all()
+
+
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("hidden_size", [1, 3, 17, 100, 127, 1000])
+def test_nothing_is_written_beside_the_results(op, hidden_size, guarded_buffers, device):
+    """Masks of the last rows of a tile and of the last columns of a row."""
+    inputs = op.inputs((5, hidden_size), FP32, device)
+    op.run(inputs, *[torch.randn(5, hidden_size, device=device) for _ in range(1 + op.adds)])
+    expected = {"y", "rstd", "dx", "dweight", "dweight_partial"}
+    expected |= {"mean", "dbias", "dbias_partial"} if op.centers else set()
+    expected |= {"summed"} if op.adds else set()
+    assert len(guarded_buffers) == len(expected)
+
+
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("hidden_size", [65, 100, 130, 191])
+def test_nothing_is_written_beside_long_rows(
+    op, hidden_size, small_blocks, guarded_buffers, device
+):
+    assert hidden_size > small_blocks
+    inputs = op.inputs((5, hidden_size), FP32, device)
+    op.run(inputs, *[torch.randn(5, hidden_size, device=device) for _ in range(1 + op.adds)])
+
+
+@pytest.fixture
+def launched(monkeypatch, kernels_run):
+    """The kernel calls made so far."""
+    from fusedops import direct
+    from fusedops.kernels import launch
+
+    calls = []
+    run = launch.run
+    monkeypatch.setattr(direct, "_plans", {})  # what is remembered is launched another way
+
+    def keep(call, device):
+        calls.append(call)
+        run(call, device)
+
+    monkeypatch.setattr(launch, "run", keep)
+    return calls
+
+
+def pointers(call):
+    return {t.data_ptr() for t in call.arguments if isinstance(t, torch.Tensor)}
+
+
+def test_head_slice_reaches_the_kernel_uncopied(op, launched, device):
+    packed = torch.randn(2, 5, 3 * 64, device=device)
+    heads = packed[..., 64:128].view(2, 5, 4, 16)
+    op.call({**op.inputs((2, 5, 4, 16), FP32, device), "x": heads})
+    (call,) = launched
+    assert heads.data_ptr() in pointers(call)
+
+
+def test_inference_makes_no_statistics(op, launched, device):
+    inputs = op.inputs((4, 40), FP32, device)
+    y, summed = op.call(inputs)
+    (call,) = launched
+    known = [*inputs.values(), y, *([] if summed is None else [summed])]
+    assert pointers(call) == {t.data_ptr() for t in known}
+
+
+def test_frozen_weights_get_no_partial_sums(op, launched, device):
+    inputs = op.inputs((4, 40), FP32, device)
+    inputs["x"].requires_grad_()
+    y, _ = op.call(inputs)
+    y.sum().backward()
+    forward, backward = launched
+    vectors = [t for t in backward.arguments if isinstance(t, torch.Tensor) and t.dim() == 1]
+    given = {inputs["weight"].data_ptr(), *pointers(forward)}
+    assert all(t.data_ptr() in given for t in vectors)
+    wide = [t for t in backward.arguments if isinstance(t, torch.Tensor) and t.dim() == 2]
+    assert len(wide) == 3, "the rows, dy and dx"
+
+
 @pytest.mark.gpu
 def test_head_slice_is_not_copied():
     packed = torch.randn(512, 64, 3 * 4096, dtype=BF16, device="cuda")
@@ -280,6 +383,8 @@ def test_head_slice_is_not_copied():
 @pytest.mark.gpu
 def test_many_short_rows_run_near_copy_bandwidth():
     """Head norms: hundreds of thousands of rows of 128 elements; one a program starves the GPU."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("a timing needs the GPU to itself: run without xdist")
     x = torch.randn(364800, 128, dtype=BF16, device="cuda")
     weight = torch.ones(128, dtype=BF16, device="cuda")
     target = torch.empty_like(x)
@@ -419,3 +524,102 @@ def test_no_guard_is_entered_on_the_current_device(op, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device", refuse)
     op.run(inputs, torch.ones(4, 64, dtype=FP16, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight", [True, False])
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+def test_remembered_calls_give_the_same_bits(op, dtype, weight, monkeypatch):
+    """The second call of its kind launches the compiled kernel itself: other rows, same result."""
+    from fusedops import direct
+    from fusedops.kernels import launch
+
+    if launch.TRITON_RELEASE not in direct.TESTED_TRITON:
+        pytest.skip("this Triton is always launched the ordinary way")
+    monkeypatch.setattr(direct, "_plans", {})
+    inputs = op.inputs((1000, 520), dtype, "cuda")
+    if not weight:
+        inputs = {n: t if t.dim() > 1 else None for n, t in inputs.items()}
+    first = op.call(inputs)
+    assert len(direct._plans) == 1
+
+    def refuse(*_):
+        raise AssertionError("launched the ordinary way")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(launch, "run", refuse)
+        for rows in (1000, 1, 2, 17, 999):
+            part = {n: t[:rows] if t is not None and t.dim() > 1 else t for n, t in inputs.items()}
+            for out, whole in zip(op.call(part), first, strict=True):
+                assert (out is None) == (whole is None)
+                assert out is None or torch.equal(out, whole[:rows])
+        leading = {
+            n: t.view(10, 100, 520) if t is not None and t.dim() > 1 else t
+            for n, t in inputs.items()
+        }
+        assert torch.equal(op.call(leading)[0], first[0].view(10, 100, 520))
+
+
+@pytest.mark.gpu
+def test_calls_unlike_the_remembered_take_the_general_way(op, monkeypatch):
+    """Whatever the compiled kernel was not specialised on must not be launched with it."""
+    from fusedops import direct
+
+    monkeypatch.setattr(direct, "_plans", {})
+    inputs = op.inputs((64, 520), FP16, "cuda")
+    expected, _ = op.call(inputs)
+    op.call(inputs)
+    for name, tensor in inputs.items():
+        misaligned = torch.empty(tensor.numel() + 1, dtype=FP16, device="cuda")[1:]
+        misaligned = misaligned.view(tensor.shape).copy_(tensor)
+        assert misaligned.data_ptr() % 16
+        assert torch.equal(op.call({**inputs, name: misaligned})[0], expected), name
+        strided = torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
+        assert torch.equal(op.call({**inputs, name: strided})[0], expected), name
+        leaf = tensor.clone().requires_grad_()
+        y, _ = op.call({**inputs, name: leaf})
+        assert y.requires_grad
+        assert torch.equal(y, expected), name
+        with torch.no_grad():
+            assert torch.equal(op.call({**inputs, name: leaf})[0], expected), name
+    y, _ = op.call(inputs, eps=0.5)
+    assert not torch.equal(y, expected)
+    y, _ = op.call({n: t.float() for n, t in inputs.items()})
+    assert y.dtype == FP32
+    with torch.autocast("cuda", dtype=FP16):
+        theirs, _ = op.call(inputs, op.torch_function(), eps=1e-5)
+        assert op.call(inputs)[0].dtype == theirs.dtype
+
+
+@pytest.mark.gpu
+def test_a_capture_compiles_nothing(op):
+    """Row counts are no part of what a kernel is compiled for: CUDA graphs may bring new ones."""
+    warm = op.inputs((1, 1024), BF16, "cuda")
+    op.call(warm)
+    inputs = op.inputs((37, 1024), BF16, "cuda")
+    expected = op.call(inputs)
+    graph = torch.cuda.CUDAGraph()
+    larger = op.inputs((41, 1024), BF16, "cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = op.call(larger)
+    for name, tensor in inputs.items():
+        larger[name][: len(tensor)].copy_(tensor)
+    graph.replay()
+    for out, right in zip(captured, expected, strict=True):
+        assert right is None or torch.equal(out[:37], right)
+
+
+@pytest.mark.gpu
+def test_row_counts_share_one_compiled_kernel(op):
+    from fusedops.kernels.forward import norm_forward_kernel
+
+    def compiled():
+        return sum(len(entry[0]) for entry in norm_forward_kernel.device_caches.values())
+
+    inputs = op.inputs((64, 904), FP16, "cuda")
+    leaves = {n: t.requires_grad_() for n, t in inputs.items()}
+    before = compiled()
+    for rows in range(1, 65):
+        op.call({n: t[:rows] if t.dim() > 1 else t for n, t in leaves.items()})
+    assert compiled() - before == 1

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import fusedops
 
-pytestmark = pytest.mark.usefixtures("bf16_rounding")
+pytestmark = pytest.mark.usefixtures("bf16_rounding", "tree_sums")
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = [FP16, BF16, FP32, FP64]
@@ -16,7 +16,8 @@ EPS = 1e-5
 
 # Every dtype at the short lengths. The interpreter takes about a second for each long one, so
 # there dtypes are spread over lengths, and a GPU adds the rest.
-SIZES = [(h, dtype) for h in (1, 2, 3, 17, 64, 100, 127, 128, 1000) for dtype in DTYPES]
+SIZES = [(h, dtype) for h in (1, 3, 64, 100, 128, 1000) for dtype in DTYPES]
+SIZES += [(h, dtype) for h in (2, 17, 127) for dtype in (BF16, FP32)]
 SIZES += [(1024, BF16), (1025, FP32), (4096, FP16), (4096, FP64), (5000, FP32), (5000, BF16)]
 GPU_SIZES = [(h, dtype) for h in (2048, 8192, 11008, 16384, 32768, 40000) for dtype in DTYPES]
 GPU_SIZES += [(h, dtype) for h in (65536, 262144) for dtype in (BF16, FP32, FP64)]
@@ -24,13 +25,9 @@ ALL_SIZES = SIZES + [pytest.param(*size, marks=pytest.mark.gpu) for size in GPU_
 
 
 def rows_for(hidden_size: int, device: str) -> int:
-    """Odd counts, so that tiles of several rows are cut off at the end.
-
-    Many rows where they are short: an error is judged by the largest that torch makes, and of few
-    elements that one is a matter of luck.
-    """
+    """Odd counts, so that tiles of several rows are cut off at the end."""
     if device == "cpu":
-        return min(301, 4096 // hidden_size | 1) if hidden_size <= 1025 else 3
+        return 67 if hidden_size <= 3 else 35 if hidden_size <= 128 else 3
     return 1001 if hidden_size <= 1024 else 5 if hidden_size > 65536 else 131
 
 
@@ -48,6 +45,27 @@ def upstream(op, inputs, dtype=None):
     return (dy, torch.randn(x.shape).to(x.device, s_dtype)) if op.adds else (dy,)
 
 
+def torchs_largest_errors(theirs, op, inputs, grads, eps, options):
+    """The largest errors of ``theirs`` by name, over about 20000 elements.
+
+    Of few elements the largest error is a matter of luck, so the columns of the rows are
+    shuffled, against weight and bias, until there are enough.
+    """
+    shape = inputs["x"].shape
+    largest = dict.fromkeys(("y", "x", "residual"), 0.0)
+    for _ in range(20000 // (inputs["x"].numel() + 1)):
+        order = torch.randperm(shape[-1], device=inputs["x"].device)
+        rows = {n: t[..., order] if n in largest else t for n, t in inputs.items() if t is not None}
+        shuffled = [g[..., order] for g in grads]
+        torchs = op.run(rows, *shuffled, function=theirs, eps=eps)
+        truth = op.exact(rows, *shuffled, eps=eps, **options)
+        pairs = {"y": (torchs.y, truth.y)}
+        pairs |= {n: (torchs.grads[n], truth.grads[n]) for n in rows if n in largest}
+        for name, (a, b) in pairs.items():
+            largest[name] = max(largest[name], (a.double() - b).abs().max().item())
+    return largest
+
+
 @pytest.fixture
 def check_against(assert_close_to_truth, assert_bits_equal):
     def check(theirs, op, inputs, grads, *, eps=EPS, **options):
@@ -55,15 +73,20 @@ def check_against(assert_close_to_truth, assert_bits_equal):
         ours = op.run(inputs, *grads, eps=eps, **options)
         torchs = op.run(inputs, *grads, function=theirs, eps=eps)
         truth = op.exact(inputs, *grads, eps=eps, **options)
-        assert_close_to_truth("y", ours.y, torchs.y, truth.y)
+        largest = torchs_largest_errors(theirs, op, inputs, grads, eps, options)
+        assert_close_to_truth("y", ours.y, torchs.y, truth.y, largest["y"])
         if op.adds:
             assert_bits_equal(ours.summed, inputs["residual"] + inputs["x"])
         assert set(ours.grads) == set(truth.grads)
         for name, grad in ours.grads.items():
             assert grad.dtype == inputs[name].dtype, name
-            rows = 1 if grad.dim() > 1 else inputs["x"].numel() // max(1, grad.numel())
             assert_close_to_truth(
-                f"d{name}", grad, torchs.grads[name], truth.grads[name], summed_over=rows
+                f"d{name}",
+                grad,
+                torchs.grads[name],
+                truth.grads[name],
+                largest.get(name, 0.0),
+                summed_over=inputs["x"][..., 0].numel() if name in ("weight", "bias") else 1,
             )
         return ours, torchs
 
@@ -71,7 +94,11 @@ def check_against(assert_close_to_truth, assert_bits_equal):
 
 
 @pytest.mark.parametrize(("hidden_size", "dtype"), ALL_SIZES, ids=str)
-def test_forward_and_backward_as_accurate_as_torch(op, hidden_size, dtype, device, check_against):
+def test_forward_and_backward_as_accurate_as_torch(
+    op, hidden_size, dtype, device, check_against, request
+):
+    if hidden_size > 1025:
+        request.getfixturevalue("wide_columns")
     inputs = op.inputs((rows_for(hidden_size, device), hidden_size), dtype, device)
     grads = upstream(op, inputs)
     ours, torchs = check_against(op.torch_function(), op, inputs, grads, eps=eps_for(hidden_size))
@@ -80,6 +107,19 @@ def test_forward_and_backward_as_accurate_as_torch(op, hidden_size, dtype, devic
         torch.testing.assert_close(ours.y, torchs.y, atol=1e-4, rtol=torch.finfo(FP16).eps)
     if dtype == FP32:
         torch.testing.assert_close(ours.y, torchs.y, atol=1e-5, rtol=torch.finfo(FP32).eps)
+
+
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize(
+    ("hidden_size", "dtype"), [(65, FP32), (128, FP16), (130, BF16), (191, FP64), (300, FP32)]
+)
+def test_rows_in_chunks_as_accurate_as_torch(
+    op, hidden_size, dtype, small_blocks, device, check_against
+):
+    """The kernels for rows beyond one block, at lengths around whole numbers of chunks."""
+    assert hidden_size > small_blocks
+    inputs = op.inputs((5, hidden_size), dtype, device)
+    check_against(op.torch_function(), op, inputs, upstream(op, inputs))
 
 
 @pytest.mark.parametrize("shape", [(3000,), (5, 11, 40), (3, 1, 5, 3, 48)], ids=str)
@@ -466,13 +506,18 @@ def test_magnitudes_within_the_squares_range(op, magnitude, device):
 @NUMPY_WARNS
 @pytest.mark.parametrize("magnitude", [1e20, 1e25, 1e35])
 def test_squares_that_overflow_fp32(op, magnitude, device):
-    """The variance is infinite, so what remains is the bias; written in torch it is the same."""
+    """The variance is infinite, so what remains is the bias, as of the same formula in torch.
+
+    LayerNorm may give NaN instead, as torch's own does from some size on; but no other number.
+    """
     inputs = op.inputs((3, 64), FP32, device)
     for name in {"x", "residual"} & set(inputs):
         inputs[name] = inputs[name] * magnitude
     y, _ = op.call(inputs, eps=EPS)
-    expected = inputs["bias"] if op.centers else torch.zeros(64, device=device)
-    assert torch.equal(y, expected.expand(3, 64))
+    if op.centers:
+        assert ((y == inputs["bias"]) | y.isnan()).all()
+    else:
+        assert not y.any()
 
 
 def test_rows_of_zeros(op, device):
