@@ -108,11 +108,17 @@ class _Subject:
         self, model: nn.Module, inputs: Tensor | Mapping[str, Any], backward: bool
     ) -> None:
         parameters = list(model.parameters())
-        first = next(iter([*parameters, *model.buffers()]), None)
+        given = [inputs] if isinstance(inputs, Tensor) else list(inputs.values())
+        # Offloaded weights lie on "meta"; their hooks move the inputs to where they compute.
+        placed = [
+            t
+            for t in (*parameters, *model.buffers(), *given)
+            if isinstance(t, Tensor) and not t.is_meta
+        ]
         self.model = model
         self.inputs = inputs
         self.backward = backward
-        self.device = torch.device("cpu") if first is None else first.device
+        self.device = placed[0].device if placed else torch.device("cpu")
         self.dtypes = {p.dtype for p in parameters if p.is_floating_point()}
         self.blocks = [name for name, _ in _blocks(model)]
         self.encodes_and_decodes = not isinstance(inputs, Tensor) and "decoder_input_ids" in inputs

@@ -487,6 +487,35 @@ def test_autocast_is_judged_as_below_fp32(llama: Model, ids: Tensor) -> None:
 
 
 @pytest.mark.usefixtures("reference_path")
+def test_offloaded_weights(llama: Model, ids: Tensor) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = llama(torch.float32)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    report = check_parity(model, ids)
+    assert report.ok, str(report)
+    assert report.fused_calls == 7
+    half = llama(torch.bfloat16)
+    accelerate.cpu_offload(half, execution_device=torch.device("cpu"))
+    report = check_parity(half, ids, continuation=0)
+    assert "no fp32 run: weights are offloaded" in report.notes
+
+
+@pytest.mark.usefixtures("reference_path")
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters(llama: Model, ids: Tensor) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2)
+    model = peft.get_peft_model(llama(torch.bfloat16), config)
+    report = check_parity(model, {"input_ids": ids}, backward=True)
+    assert report.ok, str(report)
+    assert report.gradients is not None
+    assert {g.name.split(".")[-3] for g in report.gradients} == {"lora_A", "lora_B"}
+    assert report.continuation is not None
+    assert len(report.blocks) == 3
+
+
+@pytest.mark.usefixtures("reference_path")
 def test_frozen_parameters_have_no_gradient_row(llama: Model, ids: Tensor) -> None:
     model = llama(torch.float32).requires_grad_(False)
     model.get_parameter("model.norm.weight").requires_grad_(True)
