@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedops.integrations.norms import SPEC
+from fusedops.integrations.norms import READY, SPEC
 from fusedops.integrations.stream import (
     BLOCK,
     Key,
@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 ORIGINAL = "__fusedops_original__"  # class attribute of a generated class: the class it stands for
+KIND = "__fusedops_kind__"
 GUARDED = "_fusedops_guarded"  # instance attribute of a submodule: keys of streams handed to it
 
 
@@ -53,6 +54,7 @@ class Kind(enum.Enum):
     NORM = "norm"  # runs an operator, and takes streams
     BLOCK = "block"  # runs its forward with streams
     GUARD = "guard"  # is handed tensors for streams
+    INNER_BLOCK = "inner block"  # is a block, and handed tensors for the streams of one around it
 
 
 _lock = threading.Lock()
@@ -90,11 +92,15 @@ def _generate(original: Any, kind: Kind) -> type:
             return original.forward(self, *args, **kwargs)
         return run_block(original.forward, self, args, kwargs, watch, unguard_needless)
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_norm_or_guard(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and type(args[0]) is ResidualStream:
+            if SPEC in self.__dict__:
+                return call_norm(original.__call__, self, args[0])
+        return call_guard(self, *args, **kwargs)
+
+    def call_guard(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         for value in args:
             if type(value) is ResidualStream:
-                if kind is Kind.NORM and len(args) == 1 and not kwargs and SPEC in self.__dict__:
-                    return call_norm(original.__call__, self, value)
                 args = tuple(_outside(self, arg) for arg in args)
                 break
         for name, value in kwargs.items():
@@ -109,7 +115,8 @@ def _generate(original: Any, kind: Kind) -> type:
         state = reduced[2]
         if isinstance(state, dict) and GUARDED in state:
             state = {name: value for name, value in state.items() if name != GUARDED}
-        return _rebuild, (original, kind, *reduced[1][1:]), state, *reduced[3:]
+        rebuilt = Kind.BLOCK if kind is Kind.INNER_BLOCK else kind
+        return _rebuild, (original, rebuilt, *reduced[1][1:]), state, *reduced[3:]
 
     def _replicate_for_data_parallel(self: nn.Module) -> nn.Module:
         replica = original._replicate_for_data_parallel(self)
@@ -122,10 +129,14 @@ def _generate(original: Any, kind: Kind) -> type:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         ORIGINAL: original,
-        "__call__": call,
+        KIND: kind,
         "__reduce_ex__": __reduce_ex__,
         "_replicate_for_data_parallel": _replicate_for_data_parallel,
     }
+    if kind is Kind.NORM:
+        members["__call__"] = call_norm_or_guard
+    elif kind is not Kind.BLOCK:
+        members["__call__"] = call_guard
     if kind is not Kind.GUARD:
         forward = forward_norm if kind is Kind.NORM else forward_block
         members["forward"] = functools.wraps(original.forward)(forward)
@@ -161,12 +172,10 @@ def watch(block: nn.Module) -> Callable[[], list[nn.Module]]:
         module
         for module in block.modules()
         if module is not block
-        and not is_outermost(module)
         and not isinstance(module, torch.jit.ScriptModule)
         and type(module).forward is not _NO_FORWARD
+        and _guard(module)
     ]
-    for module in fresh:
-        module.__class__ = generated_class(type(module), Kind.GUARD)
 
     def end() -> list[nn.Module]:
         for module in fresh:
@@ -180,6 +189,16 @@ def watch(block: nn.Module) -> Callable[[], list[nn.Module]]:
 _NO_FORWARD = nn.Module.forward  # of containers, which cannot be called
 
 
+def _guard(module: nn.Module) -> bool:
+    """Put the guard on, and say whether that changed anything."""
+    kind = type(module).__dict__.get(KIND)
+    if kind is None:
+        module.__class__ = generated_class(type(module), Kind.GUARD)
+    elif kind is Kind.BLOCK:
+        module.__class__ = generated_class(original_class(module), Kind.INNER_BLOCK)
+    return kind in (None, Kind.BLOCK)
+
+
 def unguard_needless(modules: list[nn.Module], keys: set[Key]) -> None:
     """Take the guard off those that were handed streams of no use, which will not come again."""
     for module in modules:
@@ -189,8 +208,11 @@ def unguard_needless(modules: list[nn.Module], keys: set[Key]) -> None:
 
 def unguard(module: nn.Module) -> None:
     vars(module).pop(GUARDED, None)
-    if type(module) is generated_class(original_class(module), Kind.GUARD):
+    kind = type(module).__dict__.get(KIND)
+    if kind is Kind.GUARD:
         module.__class__ = original_class(module)
+    elif kind is Kind.INNER_BLOCK:
+        module.__class__ = generated_class(original_class(module), Kind.BLOCK)
 
 
 # --- into a kind and back ----------------------------------------------------------------------
@@ -209,7 +231,7 @@ def into_kind(module: nn.Module, kind: Kind) -> None:
 
 def restore(module: nn.Module) -> None:
     """Take everything of ours off ``module``, except a class that others have built upon."""
-    for name in (SPEC, BLOCK, GUARDED):
+    for name in (SPEC, READY, BLOCK, GUARDED):
         vars(module).pop(name, None)
     if is_outermost(module):
         generated: Any = type(module)

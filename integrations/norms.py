@@ -8,21 +8,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedops import dispatch, functional
+from fusedops import direct, dispatch, functional
 from fusedops.integrations.recognition import NormSpec
 
 __all__ = [
+    "READY",
     "SPEC",
     "Operands",
     "force_operators",
     "operators_serve",
     "read_operands",
+    "read_served_operands",
     "run_add_norm",
     "run_norm",
 ]
 
 SPEC = "_fusedops_norm"  # instance attribute of a patched norm: its NormSpec
+READY = "_fusedops_ready"  # and another: what its last call on a GPU found, a Ready
 
+_any_autocast = torch._C._is_any_autocast_enabled
 _forced = 0
 
 
@@ -43,12 +47,28 @@ def force_operators() -> Iterator[None]:
 
 def operators_serve(x: Tensor) -> bool:
     """Whether patched code should call operators for tensors on x's device."""
-    if _forced and not dispatch.DISABLED:
+    if not dispatch.DISABLED and (_forced or (x.is_cuda and dispatch.TRITON_OBSTACLE is None)):
         return True
     obstacle = dispatch.kernel_obstacle(x)
     if obstacle is not None:
         dispatch.log_once(f"patched modules run their original forward: {obstacle}")
     return obstacle is None
+
+
+class Ready(NamedTuple):
+    """A call that was found in order, so that the next one like it needs few checks.
+
+    Of the module's tensors it holds nothing, and eps counts as the same object only.
+    """
+
+    spec: NormSpec
+    eps: float | None
+    size: int
+    device: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype | None
+    options: tuple[object, ...]  # the keys by which `fusedops.direct` knows such calls
+    add_options: tuple[object, ...]
 
 
 class Operands(NamedTuple):
@@ -59,6 +79,17 @@ class Operands(NamedTuple):
     bias: Tensor | None
     eps: float | None
     out_dtype: torch.dtype | None
+    ready: Ready | None = None
+
+
+def _options(spec: NormSpec, eps: float | None, prefix: str) -> tuple[object, ...]:
+    if spec.kind == "layer":
+        return f"{prefix}layer_norm", eps, None, type(eps)
+    offset = spec.weight_offset
+    return f"{prefix}rms_norm", eps, offset, spec.cast, None, type(eps), type(offset)
+
+
+_any_autocast = torch._C._is_any_autocast_enabled
 
 
 def read_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands | None:
@@ -67,8 +98,64 @@ def read_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands 
     Everything is read from the module anew, since anyone may have changed it.
     """
     state = module.__dict__
+    ready: Ready | None = state.get(READY)
+    if ready is not None:
+        spec = ready.spec
+        weight = bias = None
+        if spec.weight is not None:
+            weight = module._parameters.get(spec.weight)
+            if spec.bias is not None:
+                bias = module._parameters.get(spec.bias)
+        if (
+            dtype is ready.dtype
+            and state[spec.eps] is ready.eps
+            and _is_like(weight, spec.weight, ready)
+            and _is_like(bias, spec.bias, ready)
+            and x.get_device() == ready.device
+            and x.shape[-1] == ready.size
+            and x.dim() in spec.ranks
+            and x.numel() > 0
+            and not _any_autocast()
+        ):
+            return Operands(spec, weight, bias, ready.eps, None, ready)
+    operands = _check_operands(module, x, dtype)
+    if operands is not None and x.is_cuda and not _any_autocast():
+        state[READY] = Ready(
+            operands.spec,
+            operands.eps,
+            x.shape[-1],
+            x.get_device(),
+            dtype,
+            None if operands.weight is None else operands.weight.dtype,
+            _options(operands.spec, operands.eps, ""),
+            _options(operands.spec, operands.eps, "add_"),
+        )
+    return operands
+
+
+def _is_like(vector: Tensor | None, name: str | None, ready: Ready) -> bool:
+    """Whether a weight or bias is of the kind that the earlier call was made with."""
+    if name is None:
+        return True
+    return (
+        type(vector) is nn.Parameter
+        and vector.dtype is ready.weight_dtype
+        and vector.get_device() == ready.device
+        and vector.shape == (ready.size,)
+    )
+
+
+def _check_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands | None:
+    if not operators_serve(x):
+        return None
+    return read_served_operands(module, x, dtype)
+
+
+def read_served_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands | None:
+    """`read_operands` where it is known that operators serve x's device."""
+    state = module.__dict__
     spec: NormSpec | None = state.get(SPEC)
-    if spec is None or not operators_serve(x):
+    if spec is None:
         return None
     shape = x.shape
     if len(shape) not in spec.ranks or 0 in shape:
@@ -92,8 +179,7 @@ def read_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands 
         if bias is None or bias.dtype != weight_dtype:
             return None
     out_dtype = None
-    autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
-    if autocast:
+    if _any_autocast() and torch.is_autocast_enabled(x.device.type):
         if spec.autocast == "unknown":
             return None
         if spec.autocast == "torch":
@@ -112,9 +198,14 @@ def _read_vector(module: nn.Module, name: str, x: Tensor) -> Tensor | None:
         tensor = getattr(module, name, None)
     if type(tensor) is not nn.Parameter and type(tensor) is not Tensor:
         return None
-    if tensor.device != x.device or tensor.dim() != 1 or tensor.shape[0] != x.shape[-1]:
+    shape = tensor.shape
+    if len(shape) != 1 or shape[0] != x.shape[-1]:
         return None
-    return tensor
+    if x.is_cuda:  # comparing indices is quicker than comparing devices
+        same_device = tensor.is_cuda and tensor.get_device() == x.get_device()
+    else:
+        same_device = tensor.device == x.device
+    return tensor if same_device else None
 
 
 _OPERATOR_LAYOUT = {"layer": "contiguous", "rms": "preserve"}
@@ -122,7 +213,9 @@ _OPERATOR_LAYOUT = {"layer": "contiguous", "rms": "preserve"}
 
 def run_norm(operands: Operands, x: Tensor) -> Tensor | None:
     """The norm of ``x``, with the strides of the original's result; None where they are unknown."""
-    spec, weight, bias, eps, out_dtype = operands
+    spec, weight, bias, eps, out_dtype, ready = operands
+    if ready is not None and (done := direct.norm(ready.options, x, None, weight, bias)):
+        return done[0]
     contiguous = x.is_contiguous()
     if not contiguous and spec.layout == "unknown":
         return None
@@ -142,7 +235,9 @@ def run_norm(operands: Operands, x: Tensor) -> Tensor | None:
 
 def run_add_norm(operands: Operands, delta: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
     """(norm of base + delta, base + delta); both inputs are contiguous and of one shape."""
-    spec, weight, bias, eps, out_dtype = operands
+    spec, weight, bias, eps, out_dtype, ready = operands
+    if ready is not None and (done := direct.norm(ready.add_options, delta, base, weight, bias)):
+        return done  # type: ignore[return-value]
     if spec.kind == "layer":
         return functional.add_layer_norm(delta, base, weight, bias, eps, out_dtype=out_dtype)
     return functional.add_rms_norm(
