@@ -354,22 +354,6 @@ def test_weight_gradients_over_many_rows(op, rows, dtype, device):
 # Layouts -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def same(path):
-    """Equal bits from the kernels; weight gradients up to the order in which rows are summed."""
-
-    def check(ours, plain):
-        bits = dict(rtol=0, atol=0) if path != "reference" else dict(rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(ours.y, plain.y, **bits)
-        for name, grad in ours.grads.items():
-            limits = bits if grad.dim() > 1 else dict(rtol=2e-3, atol=1e-4)
-            if grad.dtype == FP32 and grad.dim() == 1:
-                limits = dict(rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(grad, plain.grads[name], **limits)
-
-    return check
-
-
 def transposed(t):
     return t.transpose(0, 1).contiguous().transpose(0, 1)
 
@@ -396,18 +380,18 @@ LAYOUTS = [transposed, column_sliced, misaligned, row_padded, feature_major]
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("dtype", [FP16, FP32])
-def test_layouts_equal_contiguous(op, layout, dtype, device, same):
+def test_layouts_equal_contiguous(op, layout, dtype, device, assert_same):
     inputs = op.inputs((4, 3, 48), dtype, device)
     grads = upstream(op, inputs)
     plain = op.run(inputs, *grads)
     laid_out = {n: layout(t) if t.dim() > 1 else t for n, t in inputs.items()}
     odd = op.run(laid_out, *(layout(g) for g in grads))
-    same(odd, plain)
+    assert_same(odd, plain)
 
 
 @pytest.mark.parametrize("mixed", ["x", "residual", "dy", "dsummed"])
 @ADDS
-def test_one_strided_tensor_among_contiguous_ones(op, mixed, device, same):
+def test_one_strided_tensor_among_contiguous_ones(op, mixed, device, assert_same):
     inputs = op.inputs((4, 3, 48), FP32, device)
     dy, dsummed = upstream(op, inputs)
     plain = op.run(inputs, dy, dsummed)
@@ -416,10 +400,10 @@ def test_one_strided_tensor_among_contiguous_ones(op, mixed, device, same):
     dy = column_sliced(dy) if mixed == "dy" else dy
     dsummed = transposed(dsummed) if mixed == "dsummed" else dsummed
     odd = op.run(inputs, dy, dsummed)
-    same(odd, plain)
+    assert_same(odd, plain)
 
 
-def test_expanded_inputs(op, device, same):
+def test_expanded_inputs(op, device, assert_same):
     inputs = op.inputs((4, 3, 48), FP32, device)
     inputs["x"] = inputs["x"][:1, :1].expand(4, 3, 48)
     weight = torch.full((1,), 1.5, device=device).expand(48)
@@ -427,22 +411,22 @@ def test_expanded_inputs(op, device, same):
     grads = upstream(op, inputs)
     plain = op.run({n: t.contiguous() for n, t in inputs.items()}, *grads)
     odd = op.run(inputs, *grads)
-    same(odd, plain)
+    assert_same(odd, plain)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @LAYER
-def test_strided_weight_and_bias(op, name, device, same):
+def test_strided_weight_and_bias(op, name, device, assert_same):
     inputs = op.inputs((4, 48), FP32, device)
     grads = upstream(op, inputs)
     plain = op.run(inputs, *grads)
     inputs[name] = column_sliced(inputs[name])
     assert not inputs[name].is_contiguous()
     odd = op.run(inputs, *grads)
-    same(odd, plain)
+    assert_same(odd, plain)
 
 
-def test_head_slice_of_packed_projection(op, device, same):
+def test_head_slice_of_packed_projection(op, device, assert_same):
     """Query heads inside a packed projection: two row strides, the same values."""
     packed = torch.randn(2, 5, 192, device=device)
     heads = packed[..., :64].view(2, 5, 4, 16)
@@ -450,7 +434,7 @@ def test_head_slice_of_packed_projection(op, device, same):
     grads = upstream(op, {**other, "x": heads})
     plain = op.run({**other, "x": heads.contiguous()}, *grads)
     odd = op.run({**other, "x": heads}, *grads)
-    same(odd, plain)
+    assert_same(odd, plain)
 
 
 @pytest.mark.parametrize("train", [False, True])

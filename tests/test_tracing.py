@@ -73,6 +73,7 @@ def test_compiles_forward_and_backward(op, same, device):
     same(backward(outputs, leaves), backward(expected, leaves))
 
 
+@pytest.mark.usefixtures("kernels_run")
 def test_compiled_graph_holds_the_kernels(op, device):
     """Not the reference, operation by operation: in CI's numbers that would go unnoticed."""
     graphs = []
