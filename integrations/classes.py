@@ -93,9 +93,13 @@ def _generate(original: Any, kind: Kind) -> type:
         return run_block(original.forward, self, args, kwargs, watch, unguard_needless)
 
     def call_norm_or_guard(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and type(args[0]) is ResidualStream:
-            if SPEC in self.__dict__:
-                return call_norm(original.__call__, self, args[0])
+        if (
+            len(args) == 1
+            and not kwargs
+            and type(args[0]) is ResidualStream
+            and SPEC in self.__dict__
+        ):
+            return call_norm(original.__call__, self, args[0])
         return call_guard(self, *args, **kwargs)
 
     def call_guard(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,6 @@ __all__ = [
     "force_operators",
     "operators_serve",
     "read_operands",
-    "read_served_operands",
     "run_add_norm",
     "run_norm",
 ]
@@ -89,9 +88,6 @@ def _options(spec: NormSpec, eps: float | None, prefix: str) -> tuple[object, ..
     return f"{prefix}rms_norm", eps, offset, spec.cast, None, type(eps), type(offset)
 
 
-_any_autocast = torch._C._is_any_autocast_enabled
-
-
 def read_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands | None:
     """What to call an operator with for rows like ``x`` of that dtype; None: the original serves.
 
@@ -118,7 +114,7 @@ def read_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands 
             and not _any_autocast()
         ):
             return Operands(spec, weight, bias, ready.eps, None, ready)
-    operands = _check_operands(module, x, dtype)
+    operands = _check_operands(module, x, dtype) if operators_serve(x) else None
     if operands is not None and x.is_cuda and not _any_autocast():
         state[READY] = Ready(
             operands.spec,
@@ -146,13 +142,6 @@ def _is_like(vector: Tensor | None, name: str | None, ready: Ready) -> bool:
 
 
 def _check_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands | None:
-    if not operators_serve(x):
-        return None
-    return read_served_operands(module, x, dtype)
-
-
-def read_served_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands | None:
-    """`read_operands` where it is known that operators serve x's device."""
     state = module.__dict__
     spec: NormSpec | None = state.get(SPEC)
     if spec is None:

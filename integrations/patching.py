@@ -113,14 +113,17 @@ def _dtype_name(dtype: torch.dtype | None) -> str:
     return "-" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _plan_blocks(model: nn.Module, norms: set[nn.Module]) -> list[nn.Module]:
-    """Modules that hold a norm and are, or are part of, a member of a repeated container."""
-    blocks: dict[nn.Module, None] = {}
+def _plan_blocks(model: nn.Module, norms: set[nn.Module]) -> dict[nn.Module, tuple[nn.Module, ...]]:
+    """Modules that hold a norm and are, or are part of, a member of a repeated container.
+
+    With the modules around each, up to that member.
+    """
+    blocks: dict[nn.Module, tuple[nn.Module, ...]] = {}
 
     def holds_norm(module: nn.Module) -> bool:
         return any(inner in norms for inner in module.modules())
 
-    def visit(module: nn.Module, repeated: bool) -> None:
+    def visit(module: nn.Module, repeated: bool, outer: tuple[nn.Module, ...]) -> None:
         children = list(module.children())
         if (
             repeated
@@ -128,13 +131,14 @@ def _plan_blocks(model: nn.Module, norms: set[nn.Module]) -> list[nn.Module]:
             and any(child in norms for child in children)
             and forward_obstacle(module) is None
         ):
-            blocks[module] = None
+            blocks.setdefault(module, outer)
         for child in children:
             member = isinstance(module, _CONTAINERS) and child not in norms
-            visit(child, repeated or (member and holds_norm(child)))
+            inside = (*outer, module) if repeated else ()
+            visit(child, repeated or (member and holds_norm(child)), inside)
 
-    visit(model, False)
-    return list(blocks)
+    visit(model, False, ())
+    return blocks
 
 
 def _note_order(model: nn.Module, states: dict[nn.Module, BlockState]) -> None:
@@ -180,11 +184,12 @@ def patch(model: nn.Module, *, fuse_residual: bool = True) -> PatchReport:
     """
     _require_module(model)
     changes, rows = _plan_norms(model)
-    blocks: list[nn.Module] = []
+    blocks: dict[nn.Module, tuple[nn.Module, ...]] = {}
     if fuse_residual:
         norms = {module for module in model.modules() if is_patched(module)}
         norms.update(module for module, _ in changes)
-        blocks = [m for m in _plan_blocks(model, norms) if BLOCK not in vars(m)]
+        planned = _plan_blocks(model, norms)
+        blocks = {block: outer for block, outer in planned.items() if BLOCK not in vars(block)}
         for block in blocks:
             generated_class(original_class(block), Kind.BLOCK)
     if not any(row.operator for row in rows):
@@ -192,12 +197,14 @@ def patch(model: nn.Module, *, fuse_residual: bool = True) -> PatchReport:
             f"model: expected at least one norm to patch, found none in {type(model).__name__}"
             + "".join(f"; {row.norm_class} {row.describe()}" for row in rows)
         )
-    states = [BlockState(original_class(block)) for block in blocks]
-    _note_order(model, dict(zip(blocks, states, strict=True)))
+    states = {block: BlockState(original_class(block)) for block in blocks}
+    for block, outer in blocks.items():
+        states[block].outer = tuple(map(weakref.ref, outer))
+    _note_order(model, states)
     for module, spec in changes:
         into_kind(module, Kind.NORM)
         vars(module)[SPEC] = spec
-    for block, state in zip(blocks, states, strict=True):
+    for block, state in states.items():
         into_kind(block, Kind.BLOCK)
         vars(block)[BLOCK] = state
     present = [vars(module)[BLOCK] for module in model.modules() if BLOCK in vars(module)]

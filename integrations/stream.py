@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from fusedops.integrations.norms import (
+    SPEC,
     Operands,
     operators_serve,
     read_operands,
@@ -46,6 +48,15 @@ __all__ = [
     "run_block",
     "run_plain_norm",
 ]
+
+_is_grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
+_any_global_hook = torch_module._has_any_global_hook
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_jit_trace = torch._C._get_tracing_state
+_forward_ad = torch.autograd.forward_ad
 
 BLOCK = "_fusedops_block"  # instance attribute of a patched block: its BlockState
 
@@ -66,6 +77,7 @@ class BlockState:
 
     __slots__ = (
         "across",
+        "argument_keys",
         "block_class",
         "calls",
         "entry_norm",
@@ -77,6 +89,7 @@ class BlockState:
         "missed",
         "misses",
         "obstacle",
+        "outer",
         "plain",
         "sources",
         "successor",
@@ -88,10 +101,13 @@ class BlockState:
         self.obstacle = stream_obstacle(block_class)  # why it runs unstreamed
         self.writes = writes_in_place(block_class)
         self.keys: set[Key] = set()  # where tensors came from that were the base of a useful add
+        self.argument_keys: tuple[int | str, ...] = ()  # those of them that are arguments
         self.sources: dict[Key, Key] = {}  # of a norm's result: where that norm's input came from
         self.learned: set[bool] = set()  # training modes in which a forward was watched
         self.handed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # submodules handed streams
         self.link: weakref.ref[nn.Module] | None = None  # the norm that reads the last sum
+        # Modules around the block that are called for it alone: their hooks see its result too.
+        self.outer: tuple[weakref.ref[nn.Module], ...] = ()
         # To know the link in the first forward already, where blocks follow each other in a list:
         self.successor: weakref.ref[nn.Module] | None = None  # the next block
         self.entry_norm: weakref.ref[nn.Module] | None = None  # that reads the block's input
@@ -103,33 +119,45 @@ class BlockState:
         self.plain: Counter[str] = Counter()  # reason -> adds done by themselves
 
     def __reduce__(self) -> Any:
-        return BlockState, (self.block_class,)
+        return BlockState, (self.block_class,), self.around()
 
-    def __deepcopy__(self, memo: Any) -> "BlockState":
-        return BlockState(self.block_class)
+    def __setstate__(self, around: list[nn.Module]) -> None:
+        self.outer = tuple(weakref.ref(module) for module in around)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BlockState":
+        copy = BlockState(self.block_class)
+        copy.outer = tuple(weakref.ref(memo.get(id(m), m)) for m in self.around())
+        return copy
+
+    def around(self) -> list[nn.Module]:
+        return [module for ref in self.outer if (module := ref()) is not None]
 
     def learn(self, key: Key | None) -> None:
         """A norm read a sum whose base came from there."""
         while key is not None and key not in self.keys:
             self.keys.add(key)
+            if not isinstance(key, tuple):
+                self.argument_keys += (key,)
             key = self.sources.get(key)
 
     def for_replica(self) -> "BlockState":
         """For a copy that lives for one forward: what this one knows, but for the next norm."""
         replica = BlockState(self.block_class)
         replica.obstacle, replica.misses = self.obstacle, 2 * TRIALS
-        replica.keys, replica.learned = set(self.keys), {True, False}
+        replica.keys, replica.argument_keys = set(self.keys), self.argument_keys
+        replica.learned, replica.outer = {True, False}, self.outer
         return replica
 
 
 class _Call:
     """One running forward of a block. At most one add is pending in it."""
 
-    __slots__ = ("pending", "state", "watched")
+    __slots__ = ("global_hooks", "pending", "state", "watched")
 
     def __init__(self, state: BlockState, watched: bool) -> None:
         self.state = state
         self.watched = watched
+        self.global_hooks: bool = _any_global_hook()
         self.pending: ResidualStream | None = None
 
 
@@ -145,13 +173,52 @@ class _Exit:
 class _HandOver:
     """A norm's result, for a call of that norm with this tensor under these conditions."""
 
-    __slots__ = ("conditions", "operands", "state", "tensor", "vectors", "version", "y")
+    __slots__ = (
+        "autocast",
+        "bias",
+        "bias_version",
+        "eps",
+        "grad",
+        "state",
+        "tensor",
+        "version",
+        "weight",
+        "weight_version",
+        "y",
+    )
 
     def __init__(self, tensor: Tensor, y: Tensor, operands: Operands, state: BlockState) -> None:
         self.tensor, self.version = weakref.ref(tensor, _forget), tensor._version
-        self.y, self.operands, self.state = y, operands, state
-        self.conditions = _conditions()
-        self.vectors = _versions(operands)
+        self.y, self.state = y, state
+        self.weight, self.bias, self.eps = operands.weight, operands.bias, operands.eps
+        self.weight_version = _version(self.weight)
+        self.bias_version = _version(self.bias)
+        self.grad = _is_grad_enabled()
+        self.autocast = _autocast_state()
+
+    def fits(self, norm: nn.Module, x: Tensor) -> bool:
+        """Whether ``norm(x)`` is now what it was then."""
+        link = self.state.link
+        if self.tensor() is not x or link is None or link() is not norm:
+            return False
+        spec = norm.__dict__.get(SPEC)
+        if spec is None or x._version != self.version or norm.__dict__[spec.eps] != self.eps:
+            return False
+        weight, bias = self.weight, self.bias
+        if weight is not None and (
+            norm._parameters.get(spec.weight) is not weight
+            or _version(weight) != self.weight_version
+        ):
+            return False
+        if bias is not None and (
+            norm._parameters.get(spec.bias) is not bias or _version(bias) != self.bias_version
+        ):
+            return False
+        return (
+            _is_grad_enabled() is self.grad
+            and _autocast_state() == self.autocast
+            and not (self.grad and _saves_are_watched())
+        )
 
 
 class _Slot(threading.local):
@@ -180,22 +247,18 @@ def _drop_held() -> None:
             state.link = None
 
 
-def _conditions() -> tuple[object, ...]:
-    autocast = None
-    if torch._C._is_any_autocast_enabled():
-        autocast = tuple(
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in ("cuda", "cpu")
-        )
-    return torch.is_grad_enabled(), autocast
+def _autocast_state() -> object:
+    if not _any_autocast():
+        return None
+    return [
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cuda", "cpu")
+    ]
 
 
-def _versions(operands: Operands) -> tuple[object, ...]:
-    weight, bias = operands.weight, operands.bias
-    return (
-        None if weight is None or weight.is_inference() else weight._version,
-        None if bias is None or bias.is_inference() else bias._version,
-    )
+def _version(tensor: Tensor | None) -> int | None:
+    """The tensor's version; None where it has none, as inference tensors."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
 
 
 # --- the stream --------------------------------------------------------------------------------
@@ -207,6 +270,9 @@ class ResidualStream:
     Deliberately no Tensor subclass, which would cost more at each touch than an add, and with no
     pretence of being one: C code believes ``__class__`` and reads memory that is not there.
     """
+
+    _delta_first: bool
+    _versions: tuple[int, int] | None
 
     __slots__ = (
         "_base",
@@ -224,9 +290,7 @@ class ResidualStream:
         self._call = call
         self._key = key
         self._grad = grad  # whether gradients were recorded where the value came to be
-        self._delta: Tensor | None = None
-        self._delta_first = False
-        self._versions: tuple[int, int] | None = None
+        self._delta: Tensor | None = None  # with it come _delta_first and _versions
         self._reshaped: ResidualStream | None = None  # holds this one's pending sum since
 
     # Cheap answers, without doing the add.
@@ -386,7 +450,7 @@ def _add(stream: ResidualStream, other: Any, other_first: bool) -> Any:
         or call.state is _closed
     ):
         return other + as_tensor(stream) if other_first else as_tensor(stream) + other
-    result = ResidualStream(base, call, stream._key, torch.is_grad_enabled())
+    result = ResidualStream(base, call, stream._key, _is_grad_enabled())
     result._delta = other
     result._delta_first = other_first
     try:
@@ -405,7 +469,7 @@ def as_tensor(stream: ResidualStream) -> Tensor:
     if stream._reshaped is not None:
         stream._base = as_tensor(stream._reshaped).view(stream._base.shape)
         stream._reshaped = None
-    if stream._grad and not torch.is_grad_enabled():
+    if stream._grad and not _is_grad_enabled():
         _refuse_functions(stream._call.state)
     return stream._base
 
@@ -431,7 +495,11 @@ def _finish(stream: ResidualStream, reason: str) -> Tensor:
     base, delta = stream._base, stream._delta
     assert delta is not None
     _check_versions(stream)
-    with torch.set_grad_enabled(stream._grad):
+    with (
+        torch.set_grad_enabled(stream._grad)
+        if _is_grad_enabled() is not stream._grad
+        else nullcontext()
+    ):
         summed = delta + base if stream._delta_first else base + delta
     _settle(stream, summed)
     stream._call.state.plain[reason] += 1
@@ -494,35 +562,48 @@ def _without_streams(value: Any) -> Any:
 
 def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
     """``norm(stream)`` for a patched norm; ``call`` is its class's own ``__call__``."""
+    block_call = stream._call
+    state = block_call.state
     pending = stream._delta is not None
-    state = stream._call.state
-    if pending:
+    if pending and block_call.watched:
         state.learn(stream._key)
-    if (
-        "forward" in norm.__dict__
-        or norm._forward_pre_hooks
-        or norm._forward_hooks
-        or norm._backward_hooks
-        or norm._backward_pre_hooks
-        or torch_module._has_any_global_hook()
-    ):
+    if _is_hooked(norm) or block_call.global_hooks:
         if pending:
             _finish(stream, "a hook on the norm")
         return call(norm, as_tensor(stream))
-    if not pending:
-        if state.entry_norm is None and not state.learned:
+    if pending:
+        operands = _add_operands(norm, stream)
+        if operands is None or _is_grad_enabled() is not stream._grad:
+            _finish(stream, "the operator does not serve this norm's call")
+            return call(norm, as_tensor(stream))
+        if _slot.held is not None:
+            _drop_held()
+        y: Tensor | None = _fuse(stream, operands)
+        state.inside += 1
+    else:
+        if block_call.watched and state.entry_norm is None:
             state.entry_norm = weakref.ref(norm)
         x = stream._base if stream._reshaped is None else as_tensor(stream)
-        return _result_of_norm(call(norm, x), norm, stream)
-    operands = _add_operands(norm, stream)
-    if operands is None or torch.is_grad_enabled() is not stream._grad:
-        _finish(stream, "the operator does not serve this norm's call")
-        return call(norm, as_tensor(stream))
-    if _slot.held is not None:
-        _drop_held()
-    y = _fuse(stream, operands)
-    state.inside += 1
-    return _result_of_norm(y, norm, stream)
+        # Without hooks, and with its class's forward, a module's call is its forward.
+        y = run_plain_norm(norm, x)
+        if y is None:
+            y = call(norm, x)
+    if block_call.watched or len(state.argument_keys) < len(state.keys):
+        return _result_of_norm(y, norm, stream)
+    return y
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether calling ``module`` is more than running its class's forward."""
+    state = module.__dict__
+    return bool(
+        "forward" in state
+        or state["_forward_pre_hooks"]
+        or state["_forward_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or state.get("_compiled_call_impl") is not None
+    )
 
 
 def _result_of_norm(y: Any, norm: nn.Module, stream: ResidualStream) -> Any:
@@ -531,7 +612,7 @@ def _result_of_norm(y: Any, norm: nn.Module, stream: ResidualStream) -> Any:
     if type(y) is Tensor and (call.watched or key in call.state.keys):
         if call.watched:
             call.state.sources[key] = stream._key
-        return ResidualStream(y, call, key, torch.is_grad_enabled())
+        return ResidualStream(y, call, key, _is_grad_enabled())
     return y
 
 
@@ -547,7 +628,9 @@ def _fuse(stream: ResidualStream, operands: Operands) -> Tensor:
 def _add_operands(norm: nn.Module, stream: ResidualStream) -> Operands | None:
     base, delta = stream._base, stream._delta
     assert delta is not None
-    if not base.is_contiguous() or not delta.is_contiguous() or base.device != delta.device:
+    if not base.is_contiguous() or not delta.is_contiguous():
+        return None
+    if delta.get_device() != base.get_device() or delta.is_cuda is not base.is_cuda:
         return None
     return read_operands(norm, base, stream.dtype)
 
@@ -568,22 +651,10 @@ def _fetch(norm: nn.Module, x: Tensor) -> Tensor | None:
     """The result that a block handed over for this call, if all is as it was then."""
     held = _slot.held
     if type(held) is _HandOver:
-        state = held.state
-        if held.tensor() is x and state.link is not None and state.link() is norm:
-            operands = read_operands(norm, x, x.dtype)
-            if (
-                held.version == x._version
-                and held.conditions == _conditions()
-                and operands is not None
-                and operands.weight is held.operands.weight
-                and operands.bias is held.operands.bias
-                and operands.eps == held.operands.eps
-                and held.vectors == _versions(operands)
-                and not _saves_are_watched()
-            ):
-                state.misses = 0
-                _slot.held = None
-                return held.y
+        if held.fits(norm, x):
+            held.state.misses = 0
+            _slot.held = None
+            return held.y
     elif type(held) is _Exit and held.tensor() is x:
         held.state.link = weakref.ref(norm)
         held.state.learn(held.key)
@@ -593,7 +664,7 @@ def _fetch(norm: nn.Module, x: Tensor) -> Tensor | None:
 
 def _saves_are_watched() -> bool:
     """Whether what is saved for the backward is being counted or replaced, as by a checkpoint."""
-    return torch.is_grad_enabled() and (
+    return (
         torch._C._current_graph_task_id() != -1
         or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     )
@@ -625,30 +696,59 @@ def run_block(
     state: BlockState | None = block.__dict__.get(BLOCK)
     if state is None or state.obstacle is not None:
         return forward(block, *args, **kwargs)
-    watched = block.training not in state.learned
-    keys = _stream_keys(state, args, kwargs, watched)
-    if not watched and state.handed:
-        unguard_needless(list(state.handed), state.keys)
-        state.handed.clear()
-    if not keys:
-        if not watched and not state.keys:
+    training = block.training
+    if training in state.learned:
+        if state.handed:
+            unguard_needless(list(state.handed), state.keys)
+            state.handed.clear()
+        return _run(forward, block, state, args, kwargs, state.argument_keys, None)
+    keys = tuple(
+        key
+        for key, value in (*enumerate(args), *kwargs.items())
+        if type(value) is Tensor and value.dim() >= 2
+    )
+    forwards = state.calls
+    output = _run(forward, block, state, args, kwargs, keys, watch)
+    if state.calls > forwards:
+        state.learned.add(training)
+    return output
+
+
+def _run(
+    forward: Callable,
+    block: nn.Module,
+    state: BlockState,
+    args: Any,
+    kwargs: Any,
+    keys: tuple[int | str, ...],
+    watch: Callable[[nn.Module], Callable[[], list[nn.Module]]] | None,
+) -> Any:
+    """One forward with the arguments of these keys as streams."""
+    call: _Call | None = None
+    grad = _is_grad_enabled()
+    for key in keys:
+        if type(key) is str:
+            value = kwargs.get(key)
+        else:
+            value = args[key] if key < len(args) else None  # type: ignore[operator]
+        if type(value) is not Tensor or value.dtype not in FLOATS:
+            continue
+        if call is None:
+            if not _may_stream(state, value):
+                break
+            call = _Call(state, watch is not None)
+            args = list(args)
+        holder: Any = kwargs if type(key) is str else args
+        holder[key] = ResidualStream(value, call, key, grad)
+    if call is None:
+        if not keys and watch is None:
             state.obstacle = "no norm reads a sum that it makes"
         return forward(block, *args, **kwargs)
-    first = keys[0]
-    if not _may_stream(state, kwargs[first] if type(first) is str else args[first]):
-        return forward(block, *args, **kwargs)
-    if block._forward_pre_hooks or torch_module._has_any_global_hook():
-        _drop_held()  # a hook may have changed the tensor behind its version counter
-    call = _Call(state, watched)
-    grad = torch.is_grad_enabled()
-    args = list(args)
-    for key in keys:
-        holder: Any = kwargs if type(key) is str else args
-        holder[key] = ResidualStream(holder[key], call, key, grad)
-    unwatch = watch(block) if watched else None
+    if _slot.held is not None and _may_edit_input(block, state, call):
+        _drop_held()
+    unwatch = None if watch is None else watch(block)
     try:
-        output = forward(block, *args, **kwargs)
-        output = _leave(block, call, output)
+        output = _leave(block, call, forward(block, *args, **kwargs))
     except BaseException:
         _slot.held = None
         raise
@@ -656,38 +756,27 @@ def run_block(
         call.state = _closed
         if unwatch is not None:
             state.handed.update(unwatch())
-    if watched:
-        state.learned.add(block.training)
     state.calls += 1
     return output
 
 
-def _stream_keys(state: BlockState, args: Any, kwargs: Any, watched: bool) -> list[Key]:
-    """Which arguments to stream: those that helped before, or while watching all that might."""
-    keys: list[Key] = []
-    if not watched:
-        for key in state.keys:
-            if type(key) is int:
-                value = args[key] if key < len(args) else None
-            else:
-                value = kwargs.get(key)  # none by the id of a norm
-            if type(value) is Tensor:
-                keys.append(key)
-        return keys
-    for key, value in (*enumerate(args), *kwargs.items()):
-        if type(value) is Tensor and value.dim() >= 2 and value.dtype in FLOATS:
-            keys.append(key)
-    return keys
+def _may_edit_input(block: nn.Module, state: BlockState, call: _Call) -> bool:
+    """Whether a hook has seen the block's input, and may have changed it behind its version."""
+    return bool(
+        call.global_hooks
+        or block._forward_pre_hooks
+        or any(module._forward_pre_hooks for module in state.around())
+    )
 
 
 def _may_stream(state: BlockState, x: Tensor) -> bool:
     return (
         operators_serve(x)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch.autograd.forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
+        and _dispatch_modes() == 0
+        and _function_modes() == 0
+        and _transforms() is None
+        and _forward_ad._current_level < 0
+        and _jit_trace() is None
         and not (state.writes and torch.is_inference_mode_enabled())
     )
 
@@ -768,23 +857,23 @@ def _expected_link(block: nn.Module, state: BlockState) -> weakref.ref[nn.Module
 
 def _hand_over_obstacle(block: nn.Module, norm: nn.Module, stream: ResidualStream) -> str | None:
     """Why the norm of the sum must not be computed now."""
+    call = stream._call
     if (
-        "forward" in norm.__dict__
-        or norm._forward_pre_hooks
-        or norm._forward_hooks
-        or norm._backward_hooks
-        or norm._backward_pre_hooks
+        call.global_hooks
+        or _is_hooked(norm)
         or block._backward_hooks
         or block._backward_pre_hooks
-        or torch_module._has_any_global_hook()
-        or any(
-            getattr(hook, "__module__", None) != CAPTURE_MODULE
-            for hook in block._forward_hooks.values()
-        )
+        or (block._forward_hooks and _may_edit(block._forward_hooks))
+        or (call.state.outer and any(_may_edit(m._forward_hooks) for m in call.state.around()))
     ):
         return "a hook on the block or on the next norm"
     if torch.is_inference_mode_enabled():
         return "inference mode, whose tensors count no versions"
-    if torch.is_grad_enabled() is not stream._grad or _saves_are_watched():
+    grad = _is_grad_enabled()
+    if grad is not stream._grad or (grad and _saves_are_watched()):
         return "a checkpoint, a backward or another grad mode"
     return None
+
+
+def _may_edit(hooks: dict[int, Any]) -> bool:
+    return any(getattr(hook, "__module__", None) != CAPTURE_MODULE for hook in hooks.values())
