@@ -130,7 +130,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _compare(arguments: argparse.Namespace, *, restart: bool) -> int:
     _require("transformers", "hf")
-    _require("rich", "cli")
     if arguments.plot:
         _require("matplotlib", "cli")
     device = _device(arguments.device)
@@ -241,18 +240,22 @@ def _restart_with_interpreter(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr, or a line a step where that is no terminal; gives the function
-    that moves it."""
+    """A progress bar on stderr; gives the function that moves it.
+
+    A line a step instead where stderr is no terminal, and, with a hint, where rich is missing.
+    """
+    stream = sys.stderr  # as it is now: it is replaced while other libraries run
+    has_rich = importlib.util.find_spec("rich") is not None
+    if not has_rich:
+        print("no progress bar without rich: pip install 'fusedops[cli]'", file=stream)
+    if not has_rich or not stream.isatty():
+        yield lambda what, done, total: print(f"... {what}", file=stream, flush=True)
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    stream = sys.stderr  # as it is now: it is replaced while other libraries run
-    console = Console(file=stream)
-    if not console.is_terminal:
-        yield lambda what, done, total: print(f"... {what}", file=stream, flush=True)
-        return
     columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
         task = bar.add_task("", total=1)
 
         def on_step(what: str, done: int, total: int) -> None:
@@ -346,9 +349,12 @@ def _explain(error: Exception) -> str:
     line = environment.one_line(error)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return f"out of memory; fewer --tokens or a smaller --batch need less ({line})"
-    if isinstance(error, _CommandError | ValueError | OSError):
+    from fusedops.integrations.loading import LoadingError
+
+    if isinstance(error, _CommandError | LoadingError | OSError):
         return line
-    return f"{type(error).__name__}: {line} (--traceback shows where)"
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{kind}{line} (--traceback shows where)"
 
 
 def _complain(message: str, *, status: int = 2) -> int:

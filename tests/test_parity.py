@@ -590,6 +590,7 @@ def test_json_holds_the_report(report: ParityReport, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_plot_is_an_image(report: ParityReport, tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
     target = tmp_path / f"drift.{suffix}"
     report.plot(target)
     start = {"png": b"\x89PNG", "svg": b"<?xml"}[suffix]
