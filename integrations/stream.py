@@ -104,7 +104,7 @@ class BlockState:
         self.argument_keys: tuple[int | str, ...] = ()  # those of them that are arguments
         self.sources: dict[Key, Key] = {}  # of a norm's result: where that norm's input came from
         self.learned: set[bool] = set()  # training modes in which a forward was watched
-        self.handed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # submodules handed streams
+        self.handed: list[weakref.ref[nn.Module]] = []  # submodules handed streams, to look into
         self.link: weakref.ref[nn.Module] | None = None  # the norm that reads the last sum
         # Modules around the block that are called for it alone: their hooks see its result too.
         self.outer: tuple[weakref.ref[nn.Module], ...] = ()
@@ -699,8 +699,8 @@ def run_block(
     training = block.training
     if training in state.learned:
         if state.handed:
-            unguard_needless(list(state.handed), state.keys)
-            state.handed.clear()
+            handed, state.handed = state.handed, []
+            unguard_needless([m for ref in handed if (m := ref()) is not None], state.keys)
         return _run(forward, block, state, args, kwargs, state.argument_keys, None)
     keys = tuple(
         key
@@ -755,7 +755,7 @@ def _run(
     finally:
         call.state = _closed
         if unwatch is not None:
-            state.handed.update(unwatch())
+            state.handed.extend(map(weakref.ref, unwatch()))
     state.calls += 1
     return output
 
@@ -765,7 +765,7 @@ def _may_edit_input(block: nn.Module, state: BlockState, call: _Call) -> bool:
     return bool(
         call.global_hooks
         or block._forward_pre_hooks
-        or any(module._forward_pre_hooks for module in state.around())
+        or (state.outer and any(module._forward_pre_hooks for module in state.around()))
     )
 
 

@@ -501,6 +501,50 @@ def test_hooks_on_blocks_and_norms_read_replace_and_edit(model: PreTrainedModel)
             assert torch.allclose(logits(model), plain, atol=1e-5), pre_hook
 
 
+class Wrapped(nn.Module):
+    """A block in a block, as T5 has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sublayers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for sublayer in self.sublayers:
+            x = sublayer(x)
+        return x
+
+
+@pytest.mark.parametrize("copied", ["", "deepcopy", "pickle"])
+def test_hooks_on_modules_around_a_block_that_edit_behind_its_back(copied: str) -> None:
+    model, x = Net(Wrapped), rows()
+
+    def edit_output(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.data.mul_(2.0)
+
+    def edit_input(module: nn.Module, args: Any) -> None:
+        args[0].data.mul_(2.0)
+
+    patch(model)
+    if copied == "deepcopy":
+        model = copy.deepcopy(model)
+    elif copied == "pickle":
+        model = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for _ in range(2):
+            model(x.clone())
+        for target in (model.layers[1], model.layers[2]):
+            for register, hook in (
+                (target.register_forward_hook, edit_output),
+                (target.register_forward_pre_hook, edit_input),
+            ):
+                with hooked(register, hook):
+                    with suspended(model):
+                        expected = model(x.clone())
+                    assert torch.allclose(model(x.clone()), expected, atol=1e-5)
+        _, alone, fused = counts(model, x.clone())
+    assert (alone, fused) == (1, 12)
+
+
 class hooked:
     """A hook for the length of a ``with`` block."""
 
