@@ -30,6 +30,18 @@ def test_sum_is_rounded_before_it_is_normalised(device):
     assert y.tolist() == [2, 0.0078125, 0.0078125, 0.0078125]
 
 
+@pytest.mark.usefixtures("kernels_run")
+def test_sum_is_rounded_before_it_is_normalised_in_chunks(small_blocks, device):
+    """The same for rows beyond one block, whose statistics are gathered chunk by chunk."""
+    hidden_size = small_blocks + 2
+    x = torch.ones(hidden_size, dtype=BF16, device=device)
+    residual = torch.zeros_like(x)
+    residual[0] = 256.0
+    y, _ = add_rms_norm(x, residual, None, 1e-6, out_dtype=FP32)
+    rstd = (65536 + hidden_size - 1) / hidden_size
+    torch.testing.assert_close(y[1].item(), rstd**-0.5, rtol=1e-6, atol=0)
+
+
 def test_cast_orders_differ_in_a_quarter_of_bf16_elements(device):
     x = torch.randn(64, 256).to(device, BF16)
     weight = torch.randn(256).to(device, BF16)
@@ -167,11 +179,14 @@ BF16_255_OF_256 = torch.tensor(255 / 256).bfloat16().item()
 
 
 def far_apart(rows):
-    """``rows`` (2, H) at the two ends of a buffer of more than 2**31 elements, never touched."""
+    """``rows`` (5, H) spread over more than 2**31 elements of memory that is never touched.
+
+    Each row stride alone fits into 32 bits; the offset of the last row does not.
+    """
     hidden_size = rows.shape[-1]
-    stride = 2**31 + 8
-    buffer = torch.empty(stride + hidden_size, dtype=rows.dtype, device=rows.device)
-    return buffer.as_strided((2, hidden_size), (stride, 1)).copy_(rows)
+    stride = 2**29 + 8
+    buffer = torch.empty(4 * stride + hidden_size, dtype=rows.dtype, device=rows.device)
+    return buffer.as_strided((5, hidden_size), (stride, 1)).copy_(rows)
 
 
 @pytest.mark.usefixtures("wide_columns")
@@ -180,10 +195,10 @@ def far_apart(rows):
 def test_row_offsets_beyond_two_to_the_31(op, hidden_size, far, device):
     if not op.adds and far in ("residual", "dsummed"):
         pytest.skip("no residual")
-    inputs = op.inputs((2, hidden_size), FP16, device)
-    grads = {"dy": torch.randn(2, hidden_size).to(device, FP16)}
+    inputs = op.inputs((5, hidden_size), FP16, device)
+    grads = {"dy": torch.randn(5, hidden_size).to(device, FP16)}
     if op.adds:
-        grads["dsummed"] = torch.randn(2, hidden_size).to(device, FP16)
+        grads["dsummed"] = torch.randn(5, hidden_size).to(device, FP16)
     near = op.run(inputs, **grads)
     holder = inputs if far in inputs else grads
     holder[far] = far_apart(holder[far])
