@@ -58,6 +58,16 @@ assert is_kernels_available() == (os.environ["EXPECT_KERNELS"] == "with")
 assert isinstance(LlamaForCausalLM, type)
 """
 
+# Another editable install, as `make test` makes one, must not be what is found.
+ACTIVATE = """\
+import site, sys
+for name in [name for name in sys.modules if name.startswith("__editable___fusedops")]:
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder.__module__ != name]
+    del sys.modules[name]
+sys.path.insert(0, {site!r})
+site.addsitedir({site!r})
+"""
+
 
 def clean_environment(**extra: str) -> dict[str, str]:
     """The environment without what conftest and CI put in, so that defaults are what is tested."""
@@ -242,7 +252,7 @@ class TestTransformersBesideUs:
     def test_editable(
         self, probe: Callable[..., str], editable: Path, checkout: Path, tmp_path: Path
     ) -> None:
-        activate = f"import site; site.addsitedir({str(editable)!r})\n"
+        activate = ACTIVATE.format(site=str(editable))
         probe("-c", activate + PROBE, cwd=tmp_path, under=checkout)
 
 
