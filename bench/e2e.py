@@ -12,6 +12,7 @@ Kernels are counted by torch's profiler.
 
 import argparse
 import copy
+import gc
 import inspect
 import json
 import subprocess
@@ -37,7 +38,7 @@ def shared_copy(model):
 
 def variants(model):
     """name -> model; fused counts stay readable through the reports."""
-    models, reports = {"unpatched": model}, {}
+    models, reports = {"unpatched": shared_copy(model)}, {}
     for name in ("norms", "in block", "across"):
         models[name] = shared_copy(model)
         reports[name] = patch(models[name], fuse_residual=name != "norms")
@@ -125,10 +126,13 @@ def main():
                         call()
                 launched = {key: kernels(call) for key, call in calls.items()}
                 times = {key: [] for key in calls}
+                gc.collect()
+                gc.disable()  # a collection, some 40 ms here, would hit one variant or another
                 deadline = time.perf_counter() + options.seconds
                 while time.perf_counter() < deadline:
                     for key, call in calls.items():
                         times[key] += [wall(call) for _ in range(4 if "decode" in measure else 1)]
+            gc.enable()
             best = {key: min(values) for key, values in times.items()}
             for key in calls:
                 rows.append(
