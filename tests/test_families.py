@@ -93,11 +93,12 @@ def test_family(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     covered.add(str(family))
 
 
-def test_at_least_150_families(request: pytest.FixtureRequest) -> None:
+def test_enough_families(request: pytest.FixtureRequest) -> None:
+    """150 of the 208 that transformers 5.24 builds tiny; fewer exist in version 4."""
     collected = [item for item in request.session.items if item.name.startswith("test_family[")]
     if len(collected) < len(LANGUAGE) or hasattr(request.config, "workerinput"):
         pytest.skip("only part of the families ran in this process")
-    assert len(covered) >= 150
+    assert len(covered) >= (150 if families.transformers.__version__ >= "5" else 130)
 
 
 @pytest.mark.parametrize(

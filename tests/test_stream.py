@@ -557,7 +557,8 @@ class hooked:
         self.handle.remove()
 
 
-def test_hooks_that_only_capture_do_not_cost_the_hand_over(llama: PreTrainedModel) -> None:
+def test_hooks_that_only_capture_do_not_cost_the_hand_over() -> None:
+    llama = build_llama(attn_implementation="eager")  # the others have no attentions to give
     patch(llama)
     for _ in range(2):
         llama(IDS, output_hidden_states=True)
@@ -1092,7 +1093,9 @@ def test_inference_mode(model: PreTrainedModel) -> None:
     warmed(model)
     with torch.inference_mode():
         found, alone, fused = counts(lambda: model(IDS).logits)
-    assert (alone, fused) == (4, 3)  # in the blocks; across them nothing tells of changes
+    # In the blocks; across them nothing tells of changes, nor in blocks that make some.
+    writes = writes_in_place(original_class(layers_of(model)[0]))
+    assert (alone, fused) == ((7, 0) if writes else (4, 3))
     assert found.is_inference()
     assert torch.allclose(found, expected, atol=1e-5)
     assert torch.allclose(logits(model), expected, atol=1e-5)
