@@ -260,6 +260,7 @@ REASONS = {
     "something else than a norm read the sum": "other code reads the sum",
     "another add came before a norm read the sum": "several adds in a row",
     "the block did not return the sum": "the sum stays in the block",
+    "the rows do not lie one after the other in memory": "rows not contiguous",
 }
 
 

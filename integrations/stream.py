@@ -574,7 +574,7 @@ def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
     if pending:
         operands = _add_operands(norm, stream)
         if operands is None or _is_grad_enabled() is not stream._grad:
-            _finish(stream, "the operator does not serve this norm's call")
+            _finish(stream, _why_unserved(stream))
             return call(norm, as_tensor(stream))
         if _slot.held is not None:
             _drop_held()
@@ -633,6 +633,13 @@ def _add_operands(norm: nn.Module, stream: ResidualStream) -> Operands | None:
     if delta.get_device() != base.get_device() or delta.is_cuda is not base.is_cuda:
         return None
     return read_operands(norm, base, stream.dtype)
+
+
+def _why_unserved(stream: ResidualStream) -> str:
+    assert stream._delta is not None
+    if not (stream._base.is_contiguous() and stream._delta.is_contiguous()):
+        return "the rows do not lie one after the other in memory"
+    return "the operator does not serve the norm's call"
 
 
 def run_plain_norm(norm: nn.Module, x: Any) -> Tensor | None:
@@ -830,7 +837,7 @@ def _leave_stream(block: nn.Module, stream: ResidualStream) -> Tensor:
     obstacle = _hand_over_obstacle(block, norm, stream)
     operands = None if obstacle is not None else _add_operands(norm, stream)
     if operands is None:
-        return _finish(stream, obstacle or "the operator does not serve the next norm's call")
+        return _finish(stream, obstacle or _why_unserved(stream))
     if _slot.held is not None:
         _drop_held()
     y = _fuse(stream, operands)
