@@ -196,11 +196,14 @@ _NO_FORWARD = nn.Module.forward  # of containers, which cannot be called
 def _guard(module: nn.Module) -> bool:
     """Put the guard on, and say whether that changed anything."""
     kind = type(module).__dict__.get(KIND)
-    if kind is None:
-        module.__class__ = generated_class(type(module), Kind.GUARD)
-    elif kind is Kind.BLOCK:
-        module.__class__ = generated_class(original_class(module), Kind.INNER_BLOCK)
-    return kind in (None, Kind.BLOCK)
+    if kind not in (None, Kind.BLOCK):
+        return False
+    guarded = Kind.GUARD if kind is None else Kind.INNER_BLOCK
+    try:
+        module.__class__ = generated_class(original_class(module), guarded)
+    except TypeError:  # a class that refuses to be subclassed
+        return False
+    return True
 
 
 def unguard_needless(modules: list[nn.Module], keys: set[Key]) -> None:

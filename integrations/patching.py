@@ -9,7 +9,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -59,6 +59,8 @@ def _recognise(module: nn.Module, cls: type) -> NormSpec | str:
         generated_class(cls, Kind.NORM)
     except UnrecognisedNorm as error:
         return str(error)
+    except TypeError as error:
+        return f"its class cannot be subclassed: {error}"
     return spec
 
 
@@ -188,10 +190,11 @@ def patch(model: nn.Module, *, fuse_residual: bool = True) -> PatchReport:
     if fuse_residual:
         norms = {module for module in model.modules() if is_patched(module)}
         norms.update(module for module, _ in changes)
-        planned = _plan_blocks(model, norms)
-        blocks = {block: outer for block, outer in planned.items() if BLOCK not in vars(block)}
-        for block in blocks:
-            generated_class(original_class(block), Kind.BLOCK)
+        for block, outer in _plan_blocks(model, norms).items():
+            with suppress(TypeError):  # a class that refuses to be subclassed
+                generated_class(original_class(block), Kind.BLOCK)
+                if BLOCK not in vars(block):
+                    blocks[block] = outer
     if not any(row.operator for row in rows):
         raise ValueError(
             f"model: expected at least one norm to patch, found none in {type(model).__name__}"

@@ -8,6 +8,7 @@ run by itself is read: its forward, the functions and methods named there, and t
 these. Submodules are no part of that, they are handed tensors.
 """
 
+import contextlib
 import dis
 import functools
 import inspect
@@ -78,7 +79,7 @@ class _Reader:
         return None
 
     def read_code(self, code: types.CodeType, function: types.FunctionType) -> str | None:
-        closure = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+        closure = _closure(function)
         unknown = object()
         value: Any = unknown  # what the instruction before has put on the stack, where known
         for instruction in dis.get_instructions(code):
@@ -90,8 +91,11 @@ class _Reader:
                     return f"names {name!r} in its own code"
                 if value is self.owner:
                     value = inspect.getattr_static(self.owner, name, unknown)
-                elif value is not unknown:
-                    value = getattr(value, name, unknown)
+                elif isinstance(value, types.ModuleType | type):
+                    # Not getattr: what is not there yet may be loaded, or fail, on the way.
+                    value = inspect.getattr_static(value, name, unknown)
+                else:
+                    value = unknown
             elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = function.__globals__.get(name, unknown)
             elif operation in ("LOAD_DEREF", "LOAD_CLOSURE"):
@@ -117,16 +121,26 @@ class _Reader:
             return f"names the autograd Function {value.__name__}"
         if isinstance(value, torch.jit.ScriptFunction | torch.jit.ScriptModule):
             return "names a TorchScript function"
-        if hasattr(value, "_torchdynamo_orig_callable"):
-            return "names a compiled function"
-        root = (getattr(value, "__module__", None) or "builtins").partition(".")[0]
+        if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+            return None
+        root = (value.__module__ or "builtins").partition(".")[0]
         if isinstance(value, types.FunctionType):
+            if "_torchdynamo_orig_callable" in vars(value):
+                return "names a compiled function"
             if value.__module__ == "torch.utils.checkpoint":
                 return "names torch.utils.checkpoint"
             return None if root in _KNOWN_ROOTS else self.read_function(value)
-        if isinstance(value, types.BuiltinFunctionType) and root not in _KNOWN_ROOTS:
+        if root not in _KNOWN_ROOTS:
             return f"names {value.__name__!r} of the extension {value.__module__!r}"
         return None
+
+
+def _closure(function: types.FunctionType) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            found[name] = cell.cell_contents
+    return found
 
 
 def _nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:

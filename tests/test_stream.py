@@ -703,6 +703,60 @@ def test_screening_names_the_obstacle() -> None:
     assert stream_obstacle(type(build_gpt2().transformer.h[0])) is None
 
 
+def test_screening_does_not_stumble() -> None:
+    """Names that are not there yet, cells that are empty, attributes that fail when looked at."""
+
+    class Fails(type):
+        @property
+        def trap(cls) -> None:
+            raise RuntimeError("looked at")
+
+    class Trapped(metaclass=Fails):
+        pass
+
+    def make() -> type[nn.Module]:
+        class Odd(Block):
+            def forward(self, x: Tensor) -> Tensor:
+                if x is later or Trapped.trap or not_there:  # type: ignore[name-defined]  # noqa: F821
+                    return x
+                return self.nowhere(x)
+
+        found = stream_obstacle(Odd)
+        later = None
+        assert found is later
+        return Odd
+
+    assert stream_obstacle(make()) is None
+
+
+def test_a_class_that_cannot_be_subclassed_is_left_alone() -> None:
+    class Final(Block):
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            raise TypeError("final")
+
+    class FinalNorm(nn.LayerNorm):
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            raise TypeError("final")
+
+    class FinalLinear(nn.Linear):
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            raise TypeError("final")
+
+    model, x = Net(Final), rows()
+    model.layers[0].norm1 = FinalNorm(SIZE)
+    model.layers.append(PostNorm())
+    model.layers[3].mix = FinalLinear(SIZE, SIZE)
+    with torch.no_grad():
+        expected = model(x)
+        report = patch(model)
+        for _ in range(3):
+            assert torch.allclose(model(x), expected, atol=1e-5)
+    assert [row.reason for row in report.norms if row.reason] == [
+        "its class cannot be subclassed: final"
+    ]
+    assert [row.block_class.rpartition(".")[2] for row in report.fused] == ["PostNorm"]
+
+
 def test_a_function_that_screening_cannot_see_is_refused_not_wronged() -> None:
     hidden = {"function": Double}
 
