@@ -9,10 +9,11 @@ missing=
 
 if $MAKE "$DEMO_VENV/.ready"; then
     python=$DEMO_VENV/bin/python
-elif "$PYTHON" -c 'import einops, gguf, matplotlib, rich, torch, transformers'; then
-    echo "demo: no package index; using the packages of $PYTHON" >&2
+elif "$PYTHON" -c 'import accelerate, einops, gguf, rich, torch, transformers' 2>/dev/null; then
+    echo "demo: no environment could be made; using the packages that $PYTHON has" >&2
     python=$PYTHON
 else
+    echo "demo: no environment could be made, and $PYTHON lacks the packages" >&2
     exit 1
 fi
 
