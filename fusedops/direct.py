@@ -71,6 +71,14 @@ def norm(
     if (
         type(x) is not Tensor
         or not x.is_cuda
+        # Anything going on but plain eager execution? Asked first: wrapped tensors have no pointer.
+        or _transforms() is not None
+        or _forward_ad._current_level >= 0
+        or _dispatch_modes()
+        or _function_modes()
+        or _jit_trace() is not None
+        or _autocast()
+        or _counters
         or _dispatch_keys(x).raw_repr() & MEMORY != DENSE
         or not x.is_contiguous()
     ):
@@ -117,14 +125,6 @@ def norm(
         plan is None
         or pointers & 15
         or (needs_grad and _is_grad_enabled())
-        # Anything going on but plain eager execution?
-        or _dispatch_modes()
-        or _function_modes()
-        or _autocast()
-        or _transforms() is not None
-        or _jit_trace() is not None
-        or _forward_ad._current_level >= 0
-        or _counters
         or plan.hooks.launch_enter_hook.calls
         or plan.hooks.launch_exit_hook.calls
         or device != _current_device()

@@ -16,6 +16,11 @@ from fusedops.ops import traced_forward
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
+# Asked at import, since the compiler cannot trace the question.
+_AUTOCAST_DEVICES = frozenset(
+    device for device in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(device)
+)
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -307,7 +312,7 @@ def _autocast_rule(operator: str, device_type: str, dtype: torch.dtype) -> bool:
 def _autocasts_to_fp32(operator: str, dtype: torch.dtype, x: Tensor) -> bool:
     device_type = x.device.type
     return (
-        torch.amp.is_autocast_available(device_type)
+        device_type in _AUTOCAST_DEVICES
         and torch.is_autocast_enabled(device_type)
         and dtype.itemsize == 2
         and _autocast_rule(operator, device_type, torch.get_autocast_dtype(device_type))
