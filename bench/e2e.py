@@ -49,16 +49,13 @@ def variants(model):
     return models, reports
 
 
-PROMPT = 128
-
-
 def decoder(model, batch):
     """A function that takes one step of decoding, and one that takes it back.
 
     Every step sees a cache of the same length: cuDNN's attention plans anew for each new one, some
     3 ms a layer, which whoever comes first would pay for all.
     """
-    ids = torch.randint(0, model.config.vocab_size, (batch, PROMPT), device="cuda")
+    ids = torch.randint(0, model.config.vocab_size, (batch, 128), device="cuda")
     # transformers 5.24 renamed the argument.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache = DynamicCache(config=model.config)
@@ -69,7 +66,7 @@ def decoder(model, batch):
     def step():
         model(token, **arguments)
 
-    return step, lambda: cache.crop(PROMPT)
+    return step, lambda: cache.crop(-1)
 
 
 def measure_of(measure, model):
