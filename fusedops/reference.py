@@ -84,7 +84,8 @@ def layer_norm(
 ) -> Tensor:
     """LayerNorm of the rows of ``x`` (..., H); see `fusedops.layer_norm`."""
     s = centered_rows(x.to(compute_dtype(x.dtype)))
-    y = s * torch.rsqrt(s.square().mean(-1, keepdim=True) + eps)
+    # A quotient: the derivative of rsqrt, a third power, leaves fp32's range long before s does.
+    y = s / torch.sqrt(s.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(s.dtype)
     if bias is not None:

@@ -5,7 +5,8 @@ Torch functions and operators ask their arguments for ``__torch_function__``; au
 TorchScript, C extensions and checkpoints do not. The first would compute the right values and
 lose the gradients without a word. So before a block gets a `ResidualStream`, the code that it may
 run by itself is read: its forward, the functions and methods named there, and those named in
-these. Submodules are no part of that, they are handed tensors.
+these. Submodules are no part of that, they are handed tensors. Code that asks whether something is
+a tensor, or changes tensors behind their version counters, gets none either.
 """
 
 import contextlib
@@ -86,8 +87,10 @@ class _Reader:
             name, operation = instruction.argval, instruction.opname
             if operation in ("PRECALL", "CACHE", "PUSH_NULL", "NOP", "EXTENDED_ARG"):
                 continue
+            if operation == "STORE_ATTR":
+                return f"keeps something as {name!r}"  # which would outlive the block
             if operation in ("LOAD_ATTR", "LOAD_METHOD"):
-                if "checkpoint" in name:
+                if "checkpoint" in name or name == "data":
                     return f"names {name!r} in its own code"
                 if value is self.owner:
                     value = inspect.getattr_static(self.owner, name, unknown)
@@ -117,6 +120,8 @@ class _Reader:
             value = value.fget
         if isinstance(value, functools.partial):
             value = value.func
+        if value is Tensor or value is torch.nn.Parameter or value is torch.is_tensor:
+            return "asks whether something is a tensor"
         if isinstance(value, type) and issubclass(value, torch.autograd.Function):
             return f"names the autograd Function {value.__name__}"
         if isinstance(value, torch.jit.ScriptFunction | torch.jit.ScriptModule):
@@ -127,6 +132,8 @@ class _Reader:
         if isinstance(value, types.FunctionType):
             if "_torchdynamo_orig_callable" in vars(value):
                 return "names a compiled function"
+            if (value.__module__ or "").startswith(("torch.func", "torch._functorch")):
+                return f"names {value.__name__!r} of torch.func"
             if value.__module__ == "torch.utils.checkpoint":
                 return "names torch.utils.checkpoint"
             return None if root in _KNOWN_ROOTS else self.read_function(value)

@@ -518,3 +518,19 @@ def close(a: Tensor, b: Tensor, steps: int) -> None:
     torch.testing.assert_close(
         a.detach(), b.detach(), rtol=steps * unit, atol=max(steps * slack * unit * largest, 1e-30)
     )
+
+
+# The plain torch path -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("magnitude", [1e-20, 1e14, 1e15, 1e17])
+def test_reference_gradient_of_large_and_small_rows(magnitude, device):
+    x = (torch.randn(3, 8, device=device) * magnitude).requires_grad_()
+    dy = torch.ones_like(x)
+    dy[:, 0] = 2.0
+    (ours,) = torch.autograd.grad(fusedops.reference.layer_norm(x, eps=1e-30), x, dy)
+    exact = x.detach().double().requires_grad_()
+    (truth,) = torch.autograd.grad(
+        fusedops.reference.layer_norm(exact, eps=1e-30), exact, dy.double()
+    )
+    assert (ours - truth).abs().max() <= 1e-5 * truth.abs().max()

@@ -686,7 +686,37 @@ def test_screening_names_the_obstacle() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return compiled(x)
 
+    class AsksForTensor(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x + self.mix(self.norm1(x))
+            return h if isinstance(h, torch.Tensor) else h * 2
+
+    class AsksTorch(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if torch.is_tensor(x) else x
+
+    class WritesData(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            branch = self.mix(self.norm1(x))
+            h = x + branch
+            branch.data.zero_()
+            return h + self.mlp(self.norm2(h))
+
+    class KeepsStream(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x + self.mix(self.norm1(x))
+            return self.last
+
+    class CallsVmap(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(self.mlp)(x + self.mix(self.norm1(x)))
+
     expected = {
+        AsksForTensor: "asks whether something is a tensor",
+        AsksTorch: "asks whether something is a tensor",
+        WritesData: "names 'data' in its own code",
+        KeepsStream: "keeps something as 'last'",
+        CallsVmap: "names 'vmap' of torch.func",
         Block: None,
         PostNorm: None,
         Parallel: None,
@@ -701,6 +731,34 @@ def test_screening_names_the_obstacle() -> None:
     assert {cls: stream_obstacle(cls) for cls in expected} == expected
     assert stream_obstacle(type(build_llama().model.layers[0])) is None
     assert stream_obstacle(type(build_gpt2().transformer.h[0])) is None
+
+
+@pytest.mark.parametrize("kind", ["asks", "data", "vmap"])
+def test_code_that_a_stream_would_mislead_gives_what_it_gave(kind: str) -> None:
+    class Misled(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            branch = self.mix(self.norm1(x))
+            h = x + branch
+            if kind == "asks":
+                h = h * 2 if torch.is_tensor(h) else h
+            elif kind == "data":
+                branch.data.zero_()
+            else:
+                h = torch.func.vmap(lambda row: row * 2)(h)
+            return h + self.mlp(self.norm2(h))
+
+    model = nn.ModuleList([Misled(), Misled()])
+    x = torch.randn(2, 3, SIZE)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return model[1](model[0](x))
+
+    expected = run()
+    patch(model)
+    with force_operators():
+        for _ in range(3):
+            torch.testing.assert_close(run(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_screening_does_not_stumble() -> None:
