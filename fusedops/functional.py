@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fusedops import direct, dispatch, reference
 from fusedops.autograd import NormFunction, Spec, kernel_forward
-from fusedops.ops import traced_forward
+from fusedops.ops import reference_forward, traced_forward
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -261,7 +261,7 @@ def _apply(
         if not traced:
             dispatch.log_once(f"{name}: reference, because {obstacle}")
             dispatch.record(name, "reference")
-        return _reference(x, residual, weight, bias, eps, spec)
+        return reference_forward(x, residual, weight, bias, eps, spec)
 
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if traced:
@@ -274,31 +274,6 @@ def _apply(
     if not torch._C._is_any_autocast_enabled():  # there the result's dtype is another
         direct.remember(options, x, residual, weight, bias, eps, spec)
     return outputs
-
-
-def _reference(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    spec: Spec,
-) -> tuple[Tensor, Tensor | None]:
-    summed = None if residual is None else residual + x
-    s = x if summed is None else summed
-    if spec.centered:
-        return reference.layer_norm(
-            s, weight, bias, eps, out_dtype=spec.y_dtype
-        ).contiguous(), summed
-    y = reference.rms_norm(
-        s,
-        weight,
-        eps,
-        weight_offset=spec.weight_offset,
-        cast="input" if spec.cast_input else "fp32",
-        out_dtype=spec.y_dtype,
-    )
-    return y, summed
 
 
 @cache

@@ -15,7 +15,7 @@ from fusedops import reference
 from fusedops.autograd import Spec, kernel_backward, kernel_forward
 from fusedops.dispatch import kernel_obstacle
 
-__all__ = ["traced_forward"]
+__all__ = ["reference_forward", "traced_forward"]
 
 _INPUTS = (
     "Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool centered, "
@@ -59,15 +59,15 @@ def _empty(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
-def _reference_forward(
+def reference_forward(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     spec: Spec,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """(y, summed, mean, rstd) on devices that have no kernels."""
+) -> tuple[Tensor, Tensor | None]:
+    """(y, summed) in plain torch, for whatever no kernel serves."""
     summed = None if residual is None else residual + x
     s = x if summed is None else summed
     if spec.centered:
@@ -81,12 +81,16 @@ def _reference_forward(
             cast="input" if spec.cast_input else "fp32",
             out_dtype=spec.y_dtype,
         )
+    return y.contiguous() if spec.row_major else y, summed
+
+
+def _reference_statistics(s: Tensor, eps: float, spec: Spec) -> tuple[Tensor, Tensor]:
+    """(mean, rstd), each (n_rows,)."""
     row = s.to(reference.compute_dtype(s.dtype)).reshape(-1, s.shape[-1])
     mean = row.mean(-1)
     if spec.centered:
         row = reference.centered_rows(row)
-    y = y.contiguous() if spec.row_major else y
-    return y, summed, mean, torch.rsqrt(row.square().mean(-1) + eps)
+    return mean, torch.rsqrt(row.square().mean(-1) + eps)
 
 
 def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -96,7 +100,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, Tensor]:
             x, residual, weight, bias, eps, Spec(*spec), save_statistics=False
         )
     else:
-        y, summed, _, _ = _reference_forward(x, residual, weight, bias, eps, Spec(*spec))
+        y, summed = reference_forward(x, residual, weight, bias, eps, Spec(*spec))
     return y, _empty(x) if summed is None else summed
 
 
@@ -107,7 +111,8 @@ def _forward_training(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             x, residual, weight, bias, eps, Spec(*spec), save_statistics=True
         )
     else:
-        y, summed, mean, rstd = _reference_forward(x, residual, weight, bias, eps, Spec(*spec))
+        y, summed = reference_forward(x, residual, weight, bias, eps, Spec(*spec))
+        mean, rstd = _reference_statistics(x if summed is None else summed, eps, Spec(*spec))
     assert rstd is not None
     return (
         y,
