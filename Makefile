@@ -11,6 +11,7 @@ BIN ?= $(VENV)/bin/
 # One worker a core of a small machine, and one thread a worker.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -38,6 +39,15 @@ typecheck:
 demo:
 	@PYTHON=$(PYTHON) DEMO_VENV=$(DEMO_VENV) CACHE=$(CACHE) MAKE="$(MAKE) --no-print-directory" \
 		sh examples/demo.sh
+
+# In the environment at hand, whose torch and whose contestants are what is measured.
+bench:
+	@$(PYTHON) -c 'import importlib.util as u, sys; u.find_spec("torch") or sys.exit("make bench: \
+	no torch in $(PYTHON) (PYTHON=... names another)"); import torch; torch.cuda.is_available() \
+	or sys.exit("make bench needs a CUDA GPU: torch finds none here")'
+	PYTHONPATH=$(CURDIR) $(PYTHON) bench/run.py $(BENCH_ARGS)
+	PYTHONPATH=$(CURDIR) $(PYTHON) bench/launch.py
+	$(PYTHON) bench/plot.py
 
 clean:
 	rm -rf $(VENV) $(DEMO_VENV) $(CACHE) build dist *.egg-info

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plots and the README's tables, from the files that run.py and launch.py wrote.
+
+    python bench/plot.py            draw bench/results/*.svg, and rewrite the tables
+    python bench/plot.py --check    fail unless they are what the files give
+
+Between the markers in README.md stands nothing but what this writes. A plot names a digest of the
+rows it was drawn from, since its bytes depend on the version of matplotlib.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from record import RESULTS, geometric, group_of, identity
+
+README = RESULTS.parent.parent / "README.md"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+NAMES = {
+    "fusedops": "fusedops",
+    "torch": "torch",
+    "compile": "torch.compile",
+    "liger": "Liger",
+    "quack": "QuACK",
+    "flash": "FlashAttention",
+}
+PACKAGES = {"liger": "liger-kernel", "quack": "quack-kernels", "flash": "flash-attn"}
+OPERATORS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+WIDTHS = (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+NOTHING = "Nothing has been measured yet: `make bench`, on a machine with a GPU, does."
+
+
+def results(folder):
+    """{path: content} of the files of the two benchmarks, others being passed over."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and content.get("benchmark") in ("norms", "launch"):
+            found[path] = content
+    return found
+
+
+def large(lines, direction, operator, provider=None):
+    """The timed bf16 rows of one operator and direction at full size, in order of H."""
+    group = (operator, direction, "bf16", "")
+    chosen = [
+        line
+        for line in lines
+        if "share" in line
+        and group_of(line) == group
+        and provider in (None, line["provider"])
+        and (line["rows"] + 1) * line["width"] > 2**26  # one of each width: not 364800 x 128
+    ]
+    return sorted(chosen, key=lambda line: line["width"])
+
+
+# The README ------------------------------------------------------------------------------------
+
+
+def row_of(cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def table(head, lines):
+    return "\n".join(map(row_of, [head, ["---"] * len(head), *lines]))
+
+
+def against(lines, direction, operator):
+    """Of each other contestant's time, what ours is: {name: (geometric mean, lowest)}, best too."""
+    ours = {identity(m)[:-1]: m for m in large(lines, direction, operator, "fusedops")}
+    ratios, best = {}, {}
+    for line in large(lines, direction, operator):
+        case, name = identity(line)[:-1], line["provider"]
+        if name != "fusedops" and case in ours:
+            ratio = ours[case]["share"] / line["share"]
+            ratios.setdefault(name, []).append(ratio)
+            best[case] = min(ratio, best.get(case, ratio))
+    if best:
+        ratios["best"] = list(best.values())
+    return {name: (geometric(values), min(values)) for name, values in ratios.items()}
+
+
+def norms_text(content, link):
+    lines = content["rows"]
+    present = {line["width"] for o in OPERATORS for line in large(lines, "forward", o)}
+    widths = [width for width in WIDTHS if width in present]
+    timed = {line["provider"] for line in lines if "share" in line}
+    others = [name for name in NAMES if name in timed - {"fusedops"}]
+    shares, speeds = [], []
+    for direction in ("forward", "backward"):
+        for operator in OPERATORS:
+            ours = {m["width"]: m for m in large(lines, direction, operator, "fusedops")}
+            if not ours:
+                continue
+            name = f"`{operator}`, {direction}"
+            shares.append([name, *(percent(ours.get(width)) for width in widths)])
+            found = against(lines, direction, operator)
+            cells = [f"{found[n][0]:.2f}" if n in found else "–" for n in others]
+            if "best" in found:
+                cells.append(f"{found['best'][0]:.2f} ({found['best'][1]:.2f})")
+            speeds.append([name, *cells, *["–"] * (len(others) + 1 - len(cells))])
+    if not shares:
+        return ""
+    absent = sorted({n for run in content["runs"] for n in run["missing"]} - set(others))
+    missing = [f"{NAMES[n]} could not be imported and is absent." for n in absent]
+    text = [
+        f"GPU time on one {where(content, others)}; bf16, 2^26 elements, 2^27 from H = 8192 on; "
+        f"medians of a captured graph's replays. Every figure is in [{link.name}](bench/results/"
+        f"{link.name}), drawn in [{link.stem}.svg](bench/results/{link.stem}.svg).",
+        "Share of the bandwidth of a device-to-device copy, by H:",
+        table(["", *map(str, widths)], shares),
+    ]
+    if others:
+        text += [
+            "Speed against each of the others, geometric mean over all H that both can do, and "
+            "against the best of them at each H (the lowest of these in brackets); above 1 "
+            "fusedops is faster. torch.compile was given a dozen shapes. " + " ".join(missing),
+            table(["", *(NAMES[n] for n in others), "best other"], speeds),
+        ]
+    return "\n\n".join(part.strip() for part in text)
+
+
+def percent(line):
+    return "–" if line is None else f"{line['share']:.0%}"
+
+
+def where(content, others):
+    run = content["runs"][-1]
+    versions = run["versions"]
+    parts = [f"torch {versions['torch']}", f"Triton {versions['triton']}"]
+    parts += [f"{NAMES[n]} {versions[PACKAGES[n]]}" for n in others if n in PACKAGES]
+    return f"{run['gpu']}, {', '.join(parts)}"
+
+
+def launch_text(content, link):
+    lines = [line for line in content["rows"] if "us" in line]
+    others = [n for n in NAMES if any(line["provider"] == n for line in lines)]
+    body = []
+    for mode in ("inference", "training"):
+        for operator in OPERATORS:
+            case = (mode, operator, 1)
+            cells = {
+                line["provider"]: line["us"]
+                for line in lines
+                if (line["mode"], line["operator"], line["rows"]) == case
+            }
+            if cells:
+                times = [f"{cells[n]:.1f}" if n in cells else "–" for n in others]
+                body.append([f"`{operator}`, {mode}", *times])
+    if not body:
+        return ""
+    text = (
+        "CPU time of one call at 1 x 4096, bf16, in microseconds, the smallest of interleaved "
+        f"rounds; torch's add forms are an add and its norm ([{link.name}]"
+        f"(bench/results/{link.name})):"
+    )
+    return f"{text}\n\n{table(['', *(NAMES[n] for n in others)], body)}"
+
+
+def readme_text(text, found):
+    """README.md with the part between the markers replaced."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README: expected the markers {BEGIN} and {END}")
+    makers = {"norms": norms_text, "launch": launch_text}
+    ordered = sorted(found.items(), key=lambda item: (item[1]["benchmark"] != "norms", item[0]))
+    parts = [makers[content["benchmark"]](content, path) for path, content in ordered]
+    body = "\n\n".join(part for part in parts if part) or NOTHING
+    return f"{before}{BEGIN}\n{body}\n{END}{after}"
+
+
+# The plots -------------------------------------------------------------------------------------
+
+
+def digest(content):
+    return hashlib.sha256(json.dumps(content["rows"], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def draw(content, path):
+    """Share of copy bandwidth against H: a row of panels a direction, a panel an operator."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fusedops"})
+    figure, axes = pyplot.subplots(2, 4, figsize=(15, 6.5), sharex=True, sharey=True)
+    for panels, direction in zip(axes, ("forward", "backward"), strict=True):
+        for panel, operator in zip(panels, OPERATORS, strict=True):
+            for number, (provider, name) in enumerate(NAMES.items()):
+                lines = large(content["rows"], direction, operator, provider)
+                panel.plot(
+                    [line["width"] for line in lines],
+                    [100 * line["share"] for line in lines],
+                    marker="o" if provider != "compile" else "x",
+                    linestyle="-" if provider != "compile" else "",
+                    markersize=3, color=f"C{number}", label=name, zorder=3 - 0.1 * number,
+                )  # fmt: skip
+            panel.set_title(f"{operator}, {direction}", fontsize=9)
+            panel.set_xscale("log", base=2)
+            panel.set_ylim(0, 105)
+            panel.grid(alpha=0.3)
+    for panel in axes[-1]:
+        panel.set_xlabel("H")
+    for panel in axes[:, 0]:
+        panel.set_ylabel("% of copy bandwidth")
+    axes[0, 0].legend(fontsize=7, loc="lower left")
+    figure.suptitle(f"{content['runs'][-1]['gpu']}, bf16", fontsize=10)
+    figure.tight_layout()
+    metadata = {"Date": None, "Description": f"rows {digest(content)}"}
+    figure.savefig(path, metadata=metadata)
+    pyplot.close(figure)
+
+
+def stale(folder, readme):
+    """What is not as the files give it."""
+    found = results(folder)
+    text = readme.read_text()
+    problems = [] if readme_text(text, found) == text else [f"{readme.name}: the tables"]
+    for path, content in found.items():
+        plot = path.with_suffix(".svg")
+        if content["benchmark"] == "norms" and not (
+            plot.exists() and f"rows {digest(content)}" in plot.read_text()
+        ):
+            problems.append(plot.name)
+    return problems
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--readme", type=Path, default=README)
+    options = parser.parse_args(arguments)
+    if options.check:
+        problems = stale(options.results, options.readme)
+        return f"python bench/plot.py would change {', '.join(problems)}" if problems else 0
+    found = results(options.results)
+    for path, content in found.items():
+        if content["benchmark"] == "norms":
+            draw(content, path.with_suffix(".svg"))
+    options.readme.write_text(readme_text(options.readme.read_text(), found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks, but for the timing: what is compared, checked, recorded, summed up and shown."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class ClockStub:
+    """Stands for the GPU's clock: a time for each contestant, or the exception it is to meet."""
+
+    def __init__(self, **times: Any) -> None:
+        self.by_name, self.seen = times, []
+
+    def copy_bandwidth(self) -> float:
+        return 4.0
+
+    def inputs(self, case: Any) -> int:
+        return 2
+
+    def times(self, contestants: dict[str, list[Any]]) -> dict[str, Any]:
+        self.seen.append({name: len(calls) for name, calls in contestants.items()})
+        found = {name: self.by_name.get(name, 10.0) for name in contestants}
+        fatal = {n: t for n, t in found.items() if isinstance(t, Exception) and "CUDA" in str(t)}
+        return fatal or {n: t if isinstance(t, Exception) else (t, 2 * t) for n, t in found.items()}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """The scripts as modules: they import each other by name, as scripts of one folder do."""
+    sys.path.insert(0, str(ROOT / "bench"))
+    names = ("run", "record", "providers", "launch", "plot")
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    sys.path.remove(str(ROOT / "bench"))
+    for name in names:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def options(bench: Any, tmp_path: Path) -> Any:
+    def make(*arguments: str) -> Any:
+        out = ["--out", str(tmp_path / "run.json")]
+        return bench.run.parse([*out, "--shape", "5x96", "--dtype", "fp32", *arguments])
+
+    return make
+
+
+def measure(bench: Any, functions: Any, timer: Any, operator: str = "rms_norm") -> dict[str, Any]:
+    case = bench.providers.Case(operator, "forward", 5, 96, "fp32")
+    lines = bench.run.measure(case, functions, timer, 4.0, "cpu")
+    return {line["provider"]: line for line in lines}
+
+
+# What is compared ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operator", "direction", "streams", "vectors"),
+    [
+        ("rms_norm", "forward", 2, 1),  # x, y; weight
+        ("layer_norm", "forward", 2, 2),
+        ("add_rms_norm", "forward", 4, 1),  # x, residual, y, sum
+        ("add_layer_norm", "forward", 4, 2),
+        ("rms_norm", "backward", 3, 2),  # x, dy, dx; weight, its gradient
+        ("layer_norm", "backward", 3, 3),
+        ("add_rms_norm", "backward", 4, 2),  # sum, dy, dsum, dx
+        ("add_layer_norm", "backward", 4, 3),
+    ],
+)
+def test_bytes(bench: Any, operator: str, direction: str, streams: int, vectors: int) -> None:
+    case = bench.providers.Case(operator, direction, 1000, 64, "bf16")
+    assert case.bytes == 2 * 64 * (1000 * streams + vectors)
+    inputs = bench.providers.tensors(case, "cpu")
+    read = inputs[:4] if direction == "forward" else (inputs.x, inputs.weight, *inputs[4:])
+    written = bench.providers.truth(case, inputs)
+    written.pop("dresidual", None)  # the same tensor as dx
+    moved = sum(t.numel() for t in (*read, *written.values()) if t is not None)
+    assert case.bytes == 2 * moved
+
+
+def test_the_whole_set(bench: Any) -> None:
+    cases = list(bench.run.select(bench.run.parse([])))
+    assert len(cases) == len(set(cases)) == 8 * (22 + 1 + 12 + 2 * 12)
+    full = [c for c in cases if c.dtype == "bf16" and c.rows > 256]
+    assert {c.width for c in full if c.width >= 8192} >= {8192, 12288, 262144}
+    for case in full:
+        elements = case.rows * case.width
+        expected = 364800 * 128 if case.rows == 364800 else 2**26 << (case.width >= 8192)
+        assert expected - case.width < elements <= expected
+    assert sum(map(bench.run.is_compiled, cases)) == 8 * 12
+    part = bench.run.parse(["--op", "layer_norm", "--widths", "4096", "--direction", "forward"])
+    assert {(c.rows, c.dtype) for c in bench.run.select(part)} == {
+        (16384, "bf16"), (16384, "fp16"), (16384, "fp32"),
+        (1, "bf16"), (8, "bf16"), (64, "bf16"), (256, "bf16"),
+    }  # fmt: skip
+
+
+# Correctness before time -----------------------------------------------------------------------
+
+
+def test_fusedops_and_torch_pass(bench: Any, options: Any) -> None:
+    timer = ClockStub(fusedops=5.0)
+    content = bench.run.benchmark(options("--provider", "fusedops", "torch"), timer, "cpu")
+    assert [line["status"] for line in content["rows"]] == ["ok"] * 16
+    assert timer.seen == [{"fusedops": 2, "torch": 2}] * 8
+    line = content["rows"][0]
+    case = bench.providers.Case("rms_norm", "forward", 5, 96, "fp32")
+    assert (line["us"], line["us_flushed"]) == (5.0, 10.0)
+    assert line["share"] == pytest.approx(case.bytes / 5.0e-6 / 4.0e12, abs=1e-4)
+    assert [line["ratio"] for line in content["rows"][:2]] == [1.0, pytest.approx(0.5, rel=0.05)]
+
+
+def test_the_wrong_and_the_broken_are_recorded_and_not_timed(bench: Any) -> None:
+    right = bench.providers.torch_functions()
+
+    def unwritten(case: Any) -> Any:
+        return lambda x, *_: torch.full_like(x, torch.nan)
+
+    def slightly_off(case: Any) -> Any:
+        return lambda x, *rest: right(case)(x, *rest) * 1.0001
+
+    def no_sum(case: Any) -> Any:
+        return lambda *inputs: right(case)(*inputs)[0]
+
+    def broken(case: Any) -> Any:
+        raise RuntimeError("rows of 96 are not served\nand more")
+
+    def absent(case: Any) -> Any:
+        raise bench.providers.NotOfferedError("nothing of the kind")
+
+    functions = {
+        "unwritten": unwritten, "off": slightly_off, "broken": broken, "absent": absent,
+        "torch": right, "compile": right,
+    }  # fmt: skip
+    timer = ClockStub()
+    lines = measure(bench, functions, timer)
+    assert timer.seen == [{"torch": 2}]
+    assert {name: line["status"] for name, line in lines.items()} == {
+        "unwritten": "wrong", "off": "wrong", "broken": "fails", "absent": "not offered",
+        "torch": "ok", "compile": "not run",
+    }  # fmt: skip
+    assert lines["broken"]["reason"] == "RuntimeError: rows of 96 are not served"
+    assert lines["off"]["reason"].startswith("y is off by 0.000")
+    lines = measure(bench, {"no sum": no_sum}, timer, "add_rms_norm")
+    assert lines["no sum"]["reason"].startswith("summed is off")
+
+
+def test_a_failure_while_timing_stays_with_its_contestant(bench: Any) -> None:
+    right = bench.providers.torch_functions()
+    timer = ClockStub(bad=ValueError("no capture"))
+    lines = measure(bench, {"torch": right, "bad": right}, timer)
+    assert lines["bad"]["status"] == "fails"
+    assert lines["bad"]["reason"] == "in a captured graph: ValueError: no capture"
+    assert lines["torch"]["us"] == 10.0
+
+
+def test_after_a_broken_gpu_a_new_process_goes_on(
+    bench: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = bench.providers.torch_functions
+    monkeypatch.setitem(bench.providers.LOADERS, "liger", right)
+    monkeypatch.setattr(bench.run.os, "execv", lambda *_: sys.exit("restarted"))
+    few = ("--op", "rms_norm", "--direction", "forward", "--provider", "torch", "liger")
+    timer = ClockStub(liger=RuntimeError("CUDA error: an illegal memory access"))
+    with pytest.raises(SystemExit, match="restarted"):
+        bench.run.benchmark(options(*few), timer, "cpu")
+    timer = ClockStub()
+    content = bench.run.benchmark(options(*few, "--resume"), timer, "cpu")
+    assert timer.seen == [{"torch": 2}]
+    assert {line["provider"]: line["status"] for line in content["rows"]} == {
+        "liger": "fails",
+        "torch": "ok",
+    }
+
+
+# Files -----------------------------------------------------------------------------------------
+
+
+def test_missing_libraries_are_named(
+    bench: Any, options: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> Any:
+        raise ImportError("no module named liger")
+
+    monkeypatch.setitem(bench.providers.LOADERS, "liger", missing)
+    few = ("--op", "rms_norm", "--direction", "forward", "--provider", "torch", "liger")
+    content = bench.run.benchmark(options(*few), ClockStub(), "cpu")
+    assert content["runs"][0]["missing"] == {"liger": "ImportError: no module named liger"}
+    assert "missing: liger (ImportError: no module named liger)" in capsys.readouterr().out
+    assert content["runs"][0]["versions"]["torch"] == torch.__version__
+    assert content["runs"][0]["commit"]
+
+
+def test_budget(bench: Any, options: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = options("--provider", "torch", "--budget", "0")
+    bench.run.benchmark(chosen, ClockStub(), "cpu", started=0.0)
+    content = json.loads(chosen.out.read_text())
+    assert content["rows"] == []
+    assert content["runs"][0]["left_out"] == 8
+    assert "out of time: 8 cases left out" in capsys.readouterr().out
+
+
+def content_of(shares: dict[str, dict[tuple[int, int], float]], gpu: str = "NVIDIA H200") -> Any:
+    """Rows of rms_norm, forward; {provider: {(rows, width): share}}."""
+    rows = [
+        {"operator": "rms_norm", "direction": "forward", "rows": rows, "width": width,
+         "dtype": "bf16", "provider": provider, "status": "ok", "us": 10.0, "share": share,
+         "run": 0}
+        for provider, by_shape in shares.items()
+        for (rows, width), share in by_shape.items()
+    ]  # fmt: skip
+    versions = {"torch": "2.11.0", "triton": "3.6.0", "liger-kernel": "0.8.5"}
+    run = {"gpu": gpu, "versions": versions, "missing": {"quack": "ImportError: none"}}
+    return {"benchmark": "norms", "runs": [run], "rows": rows}
+
+
+WIDE, NARROW = (16384, 4096), (65536, 1024)
+
+
+def test_merge_keeps_the_last_of_a_case_and_ranks_anew(bench: Any, tmp_path: Path) -> None:
+    first = content_of({"fusedops": {WIDE: 0.5, NARROW: 0.9}})
+    second = content_of({"fusedops": {WIDE: 0.96}, "liger": {WIDE: 0.48}})
+    merged = bench.record.merge([first, second])
+    bench.record.write(tmp_path / "new" / "merged.json", merged)
+    assert json.loads((tmp_path / "new" / "merged.json").read_text()) == merged
+    found = {
+        (m["provider"], m["width"]): (m["share"], m["ratio"], m["run"]) for m in merged["rows"]
+    }
+    assert found == {
+        ("fusedops", 4096): (0.96, 1.0, 1),
+        ("fusedops", 1024): (0.9, 1.0, 0),
+        ("liger", 4096): (0.48, 0.5, 1),
+    }
+    with pytest.raises(ValueError, match="one GPU"):
+        bench.record.merge([first, content_of({}, gpu="other")])
+
+
+def test_summary(bench: Any) -> None:
+    content = content_of(
+        {
+            "fusedops": {WIDE: 0.9, NARROW: 0.4},
+            "liger": {WIDE: 0.45, NARROW: 0.8},
+            "torch": {WIDE: 0.9},
+        }
+    )
+    content["rows"].append({**content["rows"][0], "status": "wrong", "reason": "dx is off"})
+    del content["rows"][-1]["share"]
+    _, line, trouble = bench.record.summary(content["rows"])
+    for part in (
+        "rms_norm forward bf16",
+        " 60.0%  low  40.0% at 1024",  # the root of 0.9 x 0.4
+        "vs best 0.707  low 0.500 (liger, 65536x1024)",  # of 1 and 0.5
+        "liger 1.00  torch 1.00",
+    ):
+        assert part in line
+    assert trouble == "wrong: fusedops forward rms_norm 16384x4096 bf16: dx is off"
+
+
+def test_plots_and_tables(bench: Any, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("above\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nbelow\n")
+    arguments = ["--results", str(tmp_path), "--readme", str(readme)]
+    assert bench.plot.main(arguments) == 0
+    assert bench.plot.NOTHING in readme.read_text()
+    assert "old" not in readme.read_text()
+    assert bench.plot.main([*arguments, "--check"]) == 0
+
+    content = content_of(
+        {"fusedops": {WIDE: 0.96, NARROW: 0.9}, "liger": {WIDE: 0.48, NARROW: 0.9}}
+    )
+    bench.record.write(tmp_path / "h200-run.json", content)
+    (tmp_path / "unrelated.json").write_text("[]")
+    assert "README.md: the tables, h200-run.svg" in bench.plot.main([*arguments, "--check"])
+    assert bench.plot.main(arguments) == 0
+    text = readme.read_text()
+    assert text.startswith("above\n") and text.endswith("\nbelow\n")
+    assert "| `rms_norm`, forward | 90% | 96% |" in text
+    assert "| `rms_norm`, forward | 1.41 | 1.41 (1.00) |" in text
+    assert "QuACK could not be imported" in text
+    assert (tmp_path / "h200-run.svg").stat().st_size < 200_000
+    assert bench.plot.main([*arguments, "--check"]) == 0
+
+    content["rows"][0]["share"] = 0.5
+    bench.record.write(tmp_path / "h200-run.json", content)
+    assert "h200-run.svg" in bench.plot.main([*arguments, "--check"])
+    readme.write_text("no markers")
+    with pytest.raises(ValueError, match="markers"):
+        bench.plot.main(arguments)
+
+
+def test_every_width_of_the_set_is_drawn_once(bench: Any) -> None:
+    shapes = list(bench.run.shapes("bf16", bench.run.WIDTHS))
+    lines = content_of({"fusedops": dict.fromkeys(shapes, 0.9)})["rows"]
+    drawn = [line["width"] for line in bench.plot.large(lines, "forward", "rms_norm")]
+    assert drawn == list(bench.run.WIDTHS)
+
+
+def test_readme_and_plots_are_what_the_results_give(bench: Any) -> None:
+    assert bench.plot.stale(bench.plot.RESULTS, bench.plot.README) == []
+
+
+# CPU time --------------------------------------------------------------------------------------
+
+
+def test_launch_on_the_cpu(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.launch, "SHAPES", ((1, 64),))
+    monkeypatch.setattr(bench.launch, "CALLS", 2)
+    out = tmp_path / "h200-launch.json"
+    chosen = bench.launch.parse(
+        ["--provider", "torch", "fusedops", "--rounds", "2", "--out", str(out)]
+    )
+    rows = bench.launch.benchmark(chosen, "cpu")
+    assert len(rows) == 2 * 4 * 2
+    assert all(line["us"] > 0 for line in rows)
+    assert [line["of_torch"] for line in rows if line["provider"] == "torch"] == [1.0] * 8
+    text = bench.plot.launch_text(json.loads(out.read_text()), out)
+    assert "| `add_layer_norm`, training | " in text
+
+
+# The device ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["run", "launch"])
+def test_no_gpu_is_one_sentence(bench: Any, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
+    with pytest.raises(SystemExit, match=rf"bench/{script}\.py needs a CUDA GPU"):
+        getattr(bench, script).main()
+
+
+@pytest.mark.gpu
+def test_times_on_a_gpu(bench: Any, options: Any) -> None:
+    stream = torch.cuda.current_stream()
+    try:
+        timer = bench.run.GpuTimer(repeats=3, flushed_repeats=2)
+        content = bench.run.benchmark(options("--provider", "fusedops", "torch"), timer)
+    finally:
+        torch.cuda.set_stream(stream)
+    assert [line["status"] for line in content["rows"]] == ["ok"] * 16
+    assert all(0 < line["us"] < 1000 for line in content["rows"])
+    assert 0.01 < content["runs"][0]["copy_tb_s"] < 20
