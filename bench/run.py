@@ -49,7 +49,8 @@ COMPILED = {
 """Shapes that torch.compile is given, since each takes it seconds."""
 
 SMALL, CALLS = 2**25, 16
-FATAL = ("CUDA error", "illegal memory access", "misaligned address", "launch failure")
+FATAL = ("illegal memory", "illegal address", "illegal instruction", "misaligned", "launch failure",
+         "device-side assert")  # fmt: skip
 
 
 def shapes(dtype, widths):
@@ -195,7 +196,8 @@ def brief(error):
 
 def fatal(error):
     """Whether the process can use the GPU no more after it; of an exception or its text."""
-    return any(sign in str(error) for sign in FATAL)
+    text = str(error).lower().replace("_", " ")
+    return any(sign in text for sign in FATAL)
 
 
 def check(case, function, inputs, exact, device):

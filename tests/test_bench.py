@@ -156,6 +156,8 @@ def test_the_wrong_and_the_broken_are_recorded_and_not_timed(bench: Any) -> None
 def test_a_failure_while_timing_stays_with_its_contestant(bench: Any) -> None:
     right = bench.providers.torch_functions()
     timer = ClockStub(bad=ValueError("no capture"))
+    assert not bench.run.fatal("CUDA error: operation not permitted when stream is capturing")
+    assert bench.run.fatal("CUDA_ERROR_ILLEGAL_ADDRESS")
     lines = measure(bench, {"torch": right, "bad": right}, timer)
     assert lines["bad"]["status"] == "fails"
     assert lines["bad"]["reason"] == "in a captured graph: ValueError: no capture"
