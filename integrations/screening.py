@@ -132,7 +132,8 @@ class _Reader:
         if isinstance(value, types.FunctionType):
             if "_torchdynamo_orig_callable" in vars(value):
                 return "names a compiled function"
-            if (value.__module__ or "").startswith(("torch.func", "torch._functorch")):
+            # torch.functional, the home of split and einsum, is another matter.
+            if f"{value.__module__}.".startswith(("torch.func.", "torch._functorch.")):
                 return f"names {value.__name__!r} of torch.func"
             if value.__module__ == "torch.utils.checkpoint":
                 return "names torch.utils.checkpoint"
