@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedops import dispatch, reference
+from fusedops import direct, dispatch, reference
 from fusedops.layout import ROW_MAJOR, as_rows, result_layout
 
-__all__ = ["NormFunction", "Outputs", "Spec", "kernel_backward", "kernel_forward"]
+__all__ = ["NormFunction", "Outputs", "Spec", "apply_directly", "kernel_backward", "kernel_forward"]
 
 
 class Spec(NamedTuple):
@@ -139,6 +139,7 @@ class NormFunction(torch.autograd.Function):
     """(x, residual, weight, bias) -> y, or (y, summed) with a residual.
 
     Saves the normalised rows (x itself, or the sum), the weight, and one or two fp32 numbers a row.
+    ``prepared`` are the arguments of `direct.launch_training`, where that serves.
     """
 
     @staticmethod
@@ -150,9 +151,12 @@ class NormFunction(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         spec: Spec,
+        prepared: tuple[Any, ...] | None,
     ) -> Any:
-        y, summed, mean, rstd = kernel_forward(
-            x, residual, weight, bias, eps, spec, save_statistics=True
+        y, summed, mean, rstd = (
+            kernel_forward(x, residual, weight, bias, eps, spec, save_statistics=True)
+            if prepared is None
+            else direct.launch_training(x, *prepared)
         )
         s = x if summed is None else summed
         ctx.save_for_backward(s, weight, mean, rstd)
@@ -202,7 +206,13 @@ class NormFunction(torch.autograd.Function):
             dbias if needs_bias else None,
             None,
             None,
+            None,
         )
+
+
+# `NormFunction.apply` without its Python, which looks for transforms and what they left behind:
+# for tensors that are known to be none of these.
+apply_directly = super(torch.autograd.Function, NormFunction).apply
 
 
 def readable(*gradients: Tensor | None) -> bool:

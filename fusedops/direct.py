@@ -1,59 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shortest way from a call to a launch, for eager CUDA calls that need no gradient.
+"""The shortest way from a call to a launch, for eager CUDA calls.
 
-At small sizes a call costs its time on the CPU. Here a call makes only those checks that tell
-whether a compiled kernel may be launched on raw pointers, and launches it: no flattening, no
-dispatcher, no autograd, and not Triton's own binder, whose work does not change between calls that
-agree in the key. Whatever does not fit returns None before a pointer is read, and the caller takes
-the general path.
+At small sizes a call costs its time on the CPU. The first call of a kind goes the general way and
+leaves a `Plan`: the compiled kernel, the arguments that do not vary, and a guard. The guard is the
+one that torch's compiler uses: in one call into C++ it compares types, dtypes, device, sizes,
+`requires_grad` and dispatch keys of all tensors, the last as they are under the modes in force,
+so that whatever traces, transforms, autocasts or stands for other values than its memory holds
+does not pass. The next call that fits launches the kernel with no more than that: no flattening,
+no dispatcher, and not Triton's own binder. Whatever does not fit returns None before anything is
+allocated, and the caller takes the general way.
 
-The key holds all that Triton specialises on: dtypes, the row length, which pointers there are, and
-the device; pointers must be 16-byte aligned and tensors contiguous, so that no stride varies.
+What Triton specialises on is what the guard and the plan's key compare, and that pointers are
+16-byte aligned and tensors contiguous, so that no stride varies.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from fusedops import dispatch
-from fusedops.autograd import Spec
-from fusedops.dispatch import DENSE, MEMORY
+from fusedops import dispatch, reference
 
-__all__ = ["norm", "remember"]
+if TYPE_CHECKING:
+    from fusedops.autograd import Spec
+
+__all__ = ["Plan", "find", "launch_training", "norm", "remember", "run"]
 
 TESTED_TRITON = ("3.6", "3.7")
-"""Releases whose compiled kernels are known to be launched as `Plan.launch` does."""
+"""Releases whose compiled kernels are known to be launched as `Kernel.launch` does."""
+
+MAX_PLANS = 16
+"""Plans kept for one operator, options, width and dtype: ranks and subsets that need gradients."""
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Kernel:
     """A compiled forward kernel and the arguments that do not change."""
 
-    launch: Any  # called with grid and stream, then head, pointers, strides, n_rows, constants
+    launch: Any  # called with grid and stream, then head, pointers, n_rows, tail
     head: tuple[Any, ...]
-    strides: tuple[int | None, ...]
-    constants: tuple[Any, ...]
+    tail: tuple[Any, ...]
     block_rows: int
-    y_dtype: torch.dtype | None  # None: as x
-    sum_dtype: torch.dtype | None  # None: as the residual
-    hooks: Any  # Triton's settings, where a profiler would hook itself in
     compiled: Any  # kept alive: its destructor unloads the module
 
 
-_plans: dict[tuple[Any, ...], Plan] = {}
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do in a call whose tensors pass ``check``."""
 
+    check: Callable[..., bool]  # of the tensors that there are, in the operator's order
+    grad: bool  # the grad mode that it is for
+    train: Callable[..., Any] | None  # makes the launch where a gradient will be needed
+    kernel: Kernel
+    n_cols: int
+    device: int
+    y_dtype: torch.dtype
+    sum_dtype: torch.dtype | None  # None: no add
+    mean_dtype: torch.dtype | None  # None: not wanted
+    rstd_dtype: torch.dtype | None
+    hooks: Any  # Triton's settings, where a profiler would hook itself in
+    eps: float
+    spec: "Spec"
+
+
+_plans: dict[tuple[Any, ...], tuple[Plan, ...]] = {}
+_kernels: dict[tuple[Any, ...], Kernel] = {}
+
+_guards: Any = torch._C._dynamo.guards
 _is_grad_enabled = torch.is_grad_enabled
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_dispatch_keys = torch._C._dispatch_keys
-_transforms = torch._C._functorch.peek_interpreter_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_jit_trace = torch._C._get_tracing_state
-_autocast = torch._C._is_any_autocast_enabled
 _forward_ad = torch.autograd.forward_ad
 _counters = dispatch._counters
+
+
+def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+
+
+# What the compiler's generated code allocates with: half the time, for it parses less.
+_empty: Any = getattr(_guards, "_empty_strided_cuda", _empty_strided)
 
 
 def norm(
@@ -68,110 +97,138 @@ def norm(
     ``options`` are the operator's name and its remaining arguments, with the types of numbers: as
     a dictionary's key, True would pass for 1.0.
     """
-    if (
-        type(x) is not Tensor
-        or not x.is_cuda
-        # Anything going on but plain eager execution? Asked first: wrapped tensors have no pointer.
-        or _transforms() is not None
-        or _forward_ad._current_level >= 0
-        or _dispatch_modes()
-        or _function_modes()
-        or _jit_trace() is not None
-        or _autocast()
-        or _counters
-        or _dispatch_keys(x).raw_repr() & MEMORY != DENSE
-        or not x.is_contiguous()
-    ):
-        return None
-    shape = x.shape
-    if not shape:
-        return None
-    n_cols = shape[-1]
-    device = x.get_device()
-    x_ptr = pointers = x.data_ptr()
-    needs_grad = x.requires_grad
-    residual_ptr = residual_dtype = weight_ptr = weight_dtype = bias_ptr = bias_dtype = None
-    if residual is not None:
-        if (
-            type(residual) is not Tensor
-            or residual.get_device() != device
-            or _dispatch_keys(residual).raw_repr() & MEMORY != DENSE
-            or not residual.is_contiguous()
-            or residual.shape != shape
-        ):
-            return None
-        residual_ptr, residual_dtype = residual.data_ptr(), residual.dtype
-        pointers |= residual_ptr
-        needs_grad = needs_grad or residual.requires_grad
-    if weight is not None:
-        if not _is_vector(weight, n_cols, device):
-            return None
-        weight_ptr, weight_dtype = weight.data_ptr(), weight.dtype
-        pointers |= weight_ptr
-        needs_grad = needs_grad or weight.requires_grad
-    if bias is not None:
-        if not _is_vector(bias, n_cols, device):
-            return None
-        bias_ptr, bias_dtype = bias.data_ptr(), bias.dtype
-        pointers |= bias_ptr
-        needs_grad = needs_grad or bias.requires_grad
     try:
-        plan = _plans.get(
-            (options, x.dtype, residual_dtype, n_cols, weight_dtype, bias_dtype, device)
-        )
-    except TypeError:  # an argument that cannot be hashed, for the general path to refuse
+        plans = _plans.get((options, x.dtype, x.shape[-1], weight is None, bias is None))
+    except (AttributeError, IndexError, TypeError):  # no tensor, no rows, no hash: not for here
         return None
+    return None if plans is None else run(plans, x, residual, weight, bias)
+
+
+def find(
+    options: tuple[Any, ...],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Plan | None:
+    """The plan that fits these tensors, in this grad mode."""
+    key = (options, x.dtype, x.shape[-1], weight is None, bias is None)
+    tensors = [t for t in (x, residual, weight, bias) if t is not None]
+    for plan in _plans.get(key, ()):
+        if plan.check(*tensors) and plan.grad is _is_grad_enabled():
+            return plan
+    return None
+
+
+def run(
+    plans: tuple[Plan, ...],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """(y, summed) by the first plan that fits, or None."""
+    for plan in plans:
+        check = plan.check
+        if bias is not None:
+            fit = check(x, weight, bias) if residual is None else check(x, residual, weight, bias)
+        elif weight is not None:
+            fit = check(x, weight) if residual is None else check(x, residual, weight)
+        else:
+            fit = check(x) if residual is None else check(x, residual)
+        if fit and plan.grad is _is_grad_enabled():
+            break
+    else:
+        return None
+    device, hooks = plan.device, plan.hooks
     if (
-        plan is None
-        or pointers & 15
-        or (needs_grad and _is_grad_enabled())
-        or plan.hooks.launch_enter_hook.calls
-        or plan.hooks.launch_exit_hook.calls
+        _forward_ad._current_level >= 0
+        or _function_modes()
+        or _counters
+        or not x.is_contiguous()
+        or hooks.launch_enter_hook.calls
+        or hooks.launch_exit_hook.calls
         or device != _current_device()
     ):
         return None
-    n_rows = x.numel() // n_cols
-    if not 0 < n_rows < 2**31:
-        return None
-    y = torch.empty_like(x) if plan.y_dtype is None else torch.empty_like(x, dtype=plan.y_dtype)
-    summed = summed_ptr = None
+    n_rows = x.numel() // plan.n_cols
+    x_ptr = bits = x.data_ptr()
+    residual_ptr = weight_ptr = bias_ptr = summed = sum_ptr = None
     if residual is not None:
-        if plan.sum_dtype is None:
-            summed = torch.empty_like(residual)
-        else:
-            summed = torch.empty_like(residual, dtype=plan.sum_dtype)
-        summed_ptr = summed.data_ptr()
-    plan.launch(
-        -(-n_rows // plan.block_rows),
+        if residual.shape != x.shape or not residual.is_contiguous():
+            return None
+        residual_ptr = residual.data_ptr()
+        bits |= residual_ptr
+    if weight is not None:
+        weight_ptr = weight.data_ptr()
+        bits |= weight_ptr
+    if bias is not None:
+        bias_ptr = bias.data_ptr()
+        bits |= bias_ptr
+    if bits & 15 or not 0 < n_rows < 2**31:
+        return None
+    if plan.train is not None:
+        pointers = (x_ptr, residual_ptr, weight_ptr, bias_ptr)
+        outputs = plan.train(
+            x, residual, weight, bias, plan.eps, plan.spec, (plan, n_rows, pointers)
+        )
+        return (outputs, None) if residual is None else outputs
+    shape, strides = tuple(x.shape), x.stride()
+    y = _empty(shape, strides, plan.y_dtype)
+    if residual is not None:
+        summed = _empty(shape, strides, plan.sum_dtype)
+        sum_ptr = summed.data_ptr()
+    kernel = plan.kernel
+    kernel.launch(
+        -(-n_rows // kernel.block_rows),
         1,
         1,
         _current_stream(device),
-        *plan.head,
+        *kernel.head,
         x_ptr,
         residual_ptr,
         weight_ptr,
         bias_ptr,
         y.data_ptr(),
-        summed_ptr,
+        sum_ptr,
         None,
         None,
-        *plan.strides,
         n_rows,
-        *plan.constants,
+        *kernel.tail,
     )
     return y, summed
 
 
-def _is_vector(vector: Tensor, n_cols: int, device: int) -> bool:
-    """Whether a weight or bias may be read by pointer."""
-    kind = type(vector)
-    return (
-        (kind is Parameter or kind is Tensor)
-        and vector.get_device() == device
-        and not vector.is_neg()
-        and vector.shape == (n_cols,)
-        and vector.is_contiguous()
+def launch_training(
+    x: Tensor, plan: Plan, n_rows: int, pointers: tuple[int | None, ...]
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(y, summed, mean, rstd): what `run` launches, from within the autograd Function."""
+    shape, strides = tuple(x.shape), x.stride()
+    y = _empty(shape, strides, plan.y_dtype)
+    rstd = _empty((n_rows,), (1,), plan.rstd_dtype)
+    summed = mean = sum_ptr = mean_ptr = None
+    if plan.sum_dtype is not None:
+        summed = _empty(shape, strides, plan.sum_dtype)
+        sum_ptr = summed.data_ptr()
+    if plan.mean_dtype is not None:
+        mean = _empty((n_rows,), (1,), plan.mean_dtype)
+        mean_ptr = mean.data_ptr()
+    kernel = plan.kernel
+    kernel.launch(
+        -(-n_rows // kernel.block_rows),
+        1,
+        1,
+        _current_stream(plan.device),
+        *kernel.head,
+        *pointers,
+        y.data_ptr(),
+        sum_ptr,
+        mean_ptr,
+        rstd.data_ptr(),
+        n_rows,
+        *kernel.tail,
     )
+    return y, summed, mean, rstd
 
 
 def remember(
@@ -181,63 +238,114 @@ def remember(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    spec: Spec,
+    spec: "Spec",
+    train: Callable[..., Any] | None,
 ) -> None:
-    """Make the plan for calls like this one, which the general path has just served."""
+    """Make the plan for calls like this one, which the general way has just served.
+
+    ``train``, where the call needs a gradient: the autograd Function that makes the `launch`.
+    """
     device = x.get_device()
-    key = (
-        options,
-        x.dtype,
-        None if residual is None else residual.dtype,
-        x.shape[-1],
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-        device,
-    )
-    if device < 0 or device != _current_device() or key in _plans:
+    if device < 0 or device != _current_device() or torch.cuda.is_current_stream_capturing():
         return
     import triton
 
-    from fusedops.kernels import launch
+    from fusedops.kernels.launch import TRITON_RELEASE
 
-    if launch.TRITON_RELEASE not in TESTED_TRITON:
+    vectors = [vector for vector in (weight, bias) if vector is not None]
+    if TRITON_RELEASE not in TESTED_TRITON or torch.version.hip is not None:
         return
-    sum_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    if weight is None and bias is not None:
+        return
+    if not all(vector.is_contiguous() for vector in vectors):
+        return
+    if find(options, x, residual, weight, bias) is not None:
+        return  # this call alone was not to be launched so: misaligned, say
+    rows = [x] if residual is None else [x, residual]
+    guard = _guards.TensorGuards(
+        *rows,
+        *vectors,
+        dynamic_dims_sizes=[
+            *([*[None] * (x.dim() - 1), x.shape[-1]] for _ in rows),
+            *([vector.shape[0]] for vector in vectors),
+        ],
+        dynamic_dims_strides=[
+            *([None] * x.dim() for _ in rows),
+            *([None if vector.shape[0] == 1 else 1] for vector in vectors),
+        ],
+    )
+    sum_dtype = None if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    statistics = None if train is None else reference.compute_dtype(sum_dtype or x.dtype)
+    plan = Plan(
+        check=guard.check,
+        grad=_is_grad_enabled(),
+        train=train,
+        kernel=_kernel(options, x, residual, weight, bias, eps, spec, sum_dtype, statistics),
+        n_cols=x.shape[-1],
+        device=device,
+        y_dtype=spec.y_dtype,
+        sum_dtype=sum_dtype,
+        mean_dtype=statistics if spec.centered else None,
+        rstd_dtype=statistics,
+        hooks=triton.knobs.runtime,
+        eps=eps,
+        spec=spec,
+    )
+    key = (options, x.dtype, x.shape[-1], weight is None, bias is None)
+    # A new tuple: another thread may be walking through the old one.
+    _plans[key] = (*_plans.get(key, ())[-MAX_PLANS + 1 :], plan)
 
-    def stand_in(role: Tensor | None, dtype: torch.dtype | None, *shape: int) -> Any:
-        """An aligned, contiguous tensor for the kernel to be specialised on."""
-        return None if role is None else torch.empty(shape, dtype=dtype, device=x.device)
 
+def _kernel(
+    options: tuple[Any, ...],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    spec: "Spec",
+    sum_dtype: torch.dtype | None,
+    statistics: torch.dtype | None,
+) -> Kernel:
+    """The kernel compiled for aligned, contiguous tensors of these dtypes and this width."""
+    dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
     n_cols = x.shape[-1]
-    call = launch.prepare_forward(
-        stand_in(x, x.dtype, 2, n_cols),
-        stand_in(residual, key[2], 2, n_cols),
-        stand_in(weight, key[4], n_cols),
-        stand_in(bias, key[5], n_cols),
-        stand_in(x, spec.y_dtype, 2, n_cols),
-        stand_in(residual, sum_dtype, 2, n_cols),
-        None,
-        None,
+    key = (options, *dtypes, n_cols, x.get_device(), statistics)
+    if key in _kernels:
+        return _kernels[key]
+    from fusedops.kernels.launch import TRITON_RELEASE, prepare_forward
+
+    def stand_in(dtype: torch.dtype | None, *shape: int) -> Any:
+        return None if dtype is None else x.new_empty(shape, dtype=dtype, device="meta")
+
+    call = prepare_forward(
+        stand_in(dtypes[0], 2, n_cols),
+        stand_in(dtypes[1], 2, n_cols),
+        stand_in(dtypes[2], n_cols),
+        stand_in(dtypes[3], n_cols),
+        stand_in(spec.y_dtype, 2, n_cols),
+        stand_in(sum_dtype, 2, n_cols),
+        stand_in(statistics if spec.centered else None, 2),
+        stand_in(statistics, 2),
         eps,
         centered=spec.centered,
         cast_input=spec.cast_input,
         weight_offset=spec.weight_offset,
     )
-    compiled = call.kernel.warmup(*call.arguments, grid=call.grid, **call.meta)
+    # Dtypes stand for aligned tensors.
+    arguments = [a.dtype if isinstance(a, Tensor) else a for a in call.arguments]
+    compiled = call.kernel.warmup(*arguments, grid=call.grid, **call.meta)
     names = call.kernel.arg_names
-    first_stride, rows = names.index("x_row_stride"), names.index("n_rows")
-    run, head = _entry(compiled, launch.TRITON_RELEASE)
-    _plans[key] = Plan(
-        launch=run,
+    constants = [call.meta[name] for name in names if name in call.meta]
+    launch, head = _entry(compiled, TRITON_RELEASE)
+    _kernels[key] = Kernel(
+        launch=launch,
         head=head,
-        strides=call.arguments[first_stride:rows],
-        constants=(eps, *(call.meta[name] for name in names if name in call.meta)),
+        tail=(*call.arguments[names.index("n_rows") + 1 :], *constants),
         block_rows=call.meta["BLOCK_ROWS"],
-        y_dtype=None if spec.y_dtype == x.dtype else spec.y_dtype,
-        sum_dtype=None if residual is None or sum_dtype == residual.dtype else sum_dtype,
-        hooks=triton.knobs.runtime,
         compiled=compiled,
     )
+    return _kernels[key]
 
 
 def _entry(compiled: Any, release: str) -> tuple[Any, tuple[Any, ...]]:

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from fusedops import direct, dispatch, reference
-from fusedops.autograd import NormFunction, Spec, kernel_forward
+from fusedops.autograd import NormFunction, Spec, apply_directly, kernel_forward
 from fusedops.ops import reference_forward, traced_forward
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
@@ -267,12 +267,15 @@ def _apply(
     if traced:
         return traced_forward(x, residual, weight, bias, eps, spec, needs_grad=needs_grad)
     dispatch.record(name, "interpreter" if x.device.type == "cpu" else "triton")
+    outputs: Any
     if needs_grad:
-        outputs: Any = NormFunction.apply(x, residual, weight, bias, eps, spec)
-        return outputs if residual is not None else (outputs, None)
-    outputs = kernel_forward(x, residual, weight, bias, eps, spec, save_statistics=False)[:2]
+        outputs = NormFunction.apply(x, residual, weight, bias, eps, spec, None)
+        outputs = outputs if residual is not None else (outputs, None)
+    else:
+        outputs = kernel_forward(x, residual, weight, bias, eps, spec, save_statistics=False)[:2]
     if not torch._C._is_any_autocast_enabled():  # there the result's dtype is another
-        direct.remember(options, x, residual, weight, bias, eps, spec)
+        train = apply_directly if needs_grad else None
+        direct.remember(options, x, residual, weight, bias, eps, spec, train)
     return outputs
 
 

@@ -20,17 +20,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from fusedops.integrations.norms import READY, SPEC
 from fusedops.integrations.stream import (
     BLOCK,
-    Key,
+    BlockState,
     ResidualStream,
+    any_global_hook,
     as_tensor,
     call_norm,
+    fetch_or_ready_norm,
+    is_hooked,
     run_block,
     run_plain_norm,
+    watch_block,
 )
 
 __all__ = [
@@ -81,25 +86,39 @@ def original_class(module: nn.Module) -> type:
 
 def _generate(original: Any, kind: Kind) -> type:
     def forward_norm(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and len(args) == 1 and not kwargs:
+        if not is_compiling() and len(args) == 1 and not kwargs:
             y = run_plain_norm(self, args[0])
             if y is not None:
                 return y
         return original.forward(self, *args, **kwargs)
 
     def forward_block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        state: BlockState | None = self.__dict__.get(BLOCK)
+        if state is None or state.obstacle is not None or is_compiling():
             return original.forward(self, *args, **kwargs)
-        return run_block(original.forward, self, args, kwargs, watch, unguard_needless)
+        if self.training not in state.learned:
+            return watch_block(original.forward, self, state, args, kwargs, watch)
+        if state.handed:
+            unguard_needless(state)
+        return run_block(original.forward, self, state, args, kwargs, state.argument_keys)
 
     def call_norm_or_guard(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if (
-            len(args) == 1
-            and not kwargs
-            and type(args[0]) is ResidualStream
-            and SPEC in self.__dict__
-        ):
-            return call_norm(original.__call__, self, args[0])
+        if len(args) == 1 and not kwargs:
+            x = args[0]
+            if type(x) is ResidualStream:
+                if SPEC in self.__dict__:
+                    return call_norm(original.__call__, self, x)
+            # Without hooks, and with its class's forward, a module's call is its forward.
+            elif (
+                type(x) is Tensor
+                and type(self) is cls
+                and not is_compiling()
+                and not is_hooked(self)
+                and not any_global_hook()
+            ):
+                y = fetch_or_ready_norm(self, x)
+                if y is not None:
+                    return y
         return call_guard(self, *args, **kwargs)
 
     def call_guard(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -142,8 +161,9 @@ def _generate(original: Any, kind: Kind) -> type:
     elif kind is not Kind.BLOCK:
         members["__call__"] = call_guard
     if kind is not Kind.GUARD:
-        forward = forward_norm if kind is Kind.NORM else forward_block
-        members["forward"] = functools.wraps(original.forward)(forward)
+        members["forward"] = functools.wraps(original.forward)(
+            forward_norm if kind is Kind.NORM else forward_block
+        )
     cls = type(original)(original.__name__, (original,), members)
     return cls
 
@@ -206,10 +226,12 @@ def _guard(module: nn.Module) -> bool:
     return True
 
 
-def unguard_needless(modules: list[nn.Module], keys: set[Key]) -> None:
+def unguard_needless(state: BlockState) -> None:
     """Take the guard off those that were handed streams of no use, which will not come again."""
-    for module in modules:
-        if not keys.intersection(vars(module).get(GUARDED, ())):
+    handed, state.handed = state.handed, []
+    for reference in handed:
+        module = reference()
+        if module is not None and not state.keys.intersection(vars(module).get(GUARDED, ())):
             unguard(module)
 
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ __all__ = [
     "force_operators",
     "operators_serve",
     "read_operands",
+    "ready_norm",
     "run_add_norm",
     "run_norm",
 ]
 
 SPEC = "_fusedops_norm"  # instance attribute of a patched norm: its NormSpec
-READY = "_fusedops_ready"  # and another: what its last call on a GPU found, a Ready
+READY = "_fusedops_ready"  # and another: how its last calls on a GPU were launched, a Ready
 
 _any_autocast = torch._C._is_any_autocast_enabled
 _forced = 0
@@ -54,22 +55,6 @@ def operators_serve(x: Tensor) -> bool:
     return obstacle is None
 
 
-class Ready(NamedTuple):
-    """A call that was found in order, so that the next one like it needs few checks.
-
-    Of the module's tensors it holds nothing, and eps counts as the same object only.
-    """
-
-    spec: NormSpec
-    eps: float | None
-    size: int
-    device: int
-    dtype: torch.dtype
-    weight_dtype: torch.dtype | None
-    options: tuple[object, ...]  # the keys by which `fusedops.direct` knows such calls
-    add_options: tuple[object, ...]
-
-
 class Operands(NamedTuple):
     """What an operator needs beside its rows."""
 
@@ -78,14 +63,48 @@ class Operands(NamedTuple):
     bias: Tensor | None
     eps: float | None
     out_dtype: torch.dtype | None
-    ready: Ready | None = None
 
 
-def _options(spec: NormSpec, eps: float | None, prefix: str) -> tuple[object, ...]:
-    if spec.kind == "layer":
-        return f"{prefix}layer_norm", eps, None, type(eps)
-    offset = spec.weight_offset
-    return f"{prefix}rms_norm", eps, offset, spec.cast, None, type(eps), type(offset)
+class Ready:
+    """How a patched norm's calls are launched that are like one found in order before.
+
+    Of the module's tensors it holds nothing: their guards are in the plans, which see them anew in
+    every call. eps counts as the same object only.
+    """
+
+    __slots__ = ("add_plans", "bias", "eps", "eps_name", "plans", "weight")
+
+    def __init__(self, operands: Operands) -> None:
+        spec = operands.spec
+        self.eps_name, self.eps = spec.eps, operands.eps
+        self.weight, self.bias = spec.weight, spec.bias
+        self.plans: tuple[direct.Plan, ...] = ()
+        self.add_plans: tuple[direct.Plan, ...] = ()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy finds out anew
+
+
+def ready_norm(
+    module: nn.Module, x: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor | None] | None:
+    """(norm, sum) of ``x``, or of ``residual + x``, where a call like it was in order before."""
+    state = module.__dict__
+    ready: Ready | None = state.get(READY)
+    if ready is None or state[ready.eps_name] is not ready.eps:
+        return None
+    weight = bias = None
+    if ready.weight is not None:
+        parameters = state["_parameters"]
+        weight = parameters.get(ready.weight)
+        if weight is None:
+            return None
+        if ready.bias is not None:
+            bias = parameters.get(ready.bias)
+            if bias is None:
+                return None
+    plans = ready.plans if residual is None else ready.add_plans
+    return direct.run(plans, x, residual, weight, bias)
 
 
 def read_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands | None:
@@ -93,52 +112,30 @@ def read_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands 
 
     Everything is read from the module anew, since anyone may have changed it.
     """
+    return _check_operands(module, x, dtype) if operators_serve(x) else None
+
+
+def _make_ready(module: nn.Module, operands: Operands, x: Tensor, residual: Tensor | None) -> None:
+    """Note how the call just made is launched, if it is one that can be launched directly."""
+    spec, weight, bias, eps, out_dtype = operands
+    if out_dtype is not None or type(weight) is Tensor or type(bias) is Tensor:
+        return
+    prefix = "" if residual is None else "add_"
+    options: tuple[object, ...] = (f"{prefix}layer_norm", eps, None, type(eps))
+    if spec.kind == "rms":
+        offset = spec.weight_offset
+        options = (f"{prefix}rms_norm", eps, offset, spec.cast, None, type(eps), type(offset))
+    plan = direct.find(options, x, residual, weight, bias)
+    if plan is None:
+        return
     state = module.__dict__
     ready: Ready | None = state.get(READY)
-    if ready is not None:
-        spec = ready.spec
-        weight = bias = None
-        if spec.weight is not None:
-            weight = module._parameters.get(spec.weight)
-            if spec.bias is not None:
-                bias = module._parameters.get(spec.bias)
-        if (
-            dtype is ready.dtype
-            and state[spec.eps] is ready.eps
-            and _is_like(weight, spec.weight, ready)
-            and _is_like(bias, spec.bias, ready)
-            and x.get_device() == ready.device
-            and x.shape[-1] == ready.size
-            and x.dim() in spec.ranks
-            and x.numel() > 0
-            and not _any_autocast()
-        ):
-            return Operands(spec, weight, bias, ready.eps, None, ready)
-    operands = _check_operands(module, x, dtype) if operators_serve(x) else None
-    if operands is not None and x.is_cuda and not _any_autocast():
-        state[READY] = Ready(
-            operands.spec,
-            operands.eps,
-            x.shape[-1],
-            x.get_device(),
-            dtype,
-            None if operands.weight is None else operands.weight.dtype,
-            _options(operands.spec, operands.eps, ""),
-            _options(operands.spec, operands.eps, "add_"),
-        )
-    return operands
-
-
-def _is_like(vector: Tensor | None, name: str | None, ready: Ready) -> bool:
-    """Whether a weight or bias is of the kind that the earlier call was made with."""
-    if name is None:
-        return True
-    return (
-        type(vector) is nn.Parameter
-        and vector.dtype is ready.weight_dtype
-        and vector.get_device() == ready.device
-        and vector.shape == (ready.size,)
-    )
+    if ready is None or ready.eps is not eps:
+        ready = state[READY] = Ready(operands)
+    if residual is None:
+        ready.plans = (plan,)
+    else:
+        ready.add_plans = (plan,)
 
 
 def _check_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands | None:
@@ -200,11 +197,9 @@ def _read_vector(module: nn.Module, name: str, x: Tensor) -> Tensor | None:
 _OPERATOR_LAYOUT = {"layer": "contiguous", "rms": "preserve"}
 
 
-def run_norm(operands: Operands, x: Tensor) -> Tensor | None:
+def run_norm(module: nn.Module, operands: Operands, x: Tensor) -> Tensor | None:
     """The norm of ``x``, with the strides of the original's result; None where they are unknown."""
-    spec, weight, bias, eps, out_dtype, ready = operands
-    if ready is not None and (done := direct.norm(ready.options, x, None, weight, bias)):
-        return done[0]
+    spec, weight, bias, eps, out_dtype = operands
     contiguous = x.is_contiguous()
     if not contiguous and spec.layout == "unknown":
         return None
@@ -214,7 +209,10 @@ def run_norm(operands: Operands, x: Tensor) -> Tensor | None:
         y = functional.rms_norm(
             x, weight, eps, weight_offset=spec.weight_offset, cast=spec.cast, out_dtype=out_dtype
         )
-    if contiguous or spec.layout == _OPERATOR_LAYOUT[spec.kind]:
+    if contiguous:
+        _make_ready(module, operands, x, None)
+        return y
+    if spec.layout == _OPERATOR_LAYOUT[spec.kind]:
         return y
     if spec.layout == "contiguous":
         return y.contiguous()
@@ -222,19 +220,22 @@ def run_norm(operands: Operands, x: Tensor) -> Tensor | None:
     return y if y.stride() == strides else y.new_empty_strided(y.shape, strides).copy_(y)
 
 
-def run_add_norm(operands: Operands, delta: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+def run_add_norm(
+    module: nn.Module, operands: Operands, delta: Tensor, base: Tensor
+) -> tuple[Tensor, Tensor]:
     """(norm of base + delta, base + delta); both inputs are contiguous and of one shape."""
-    spec, weight, bias, eps, out_dtype, ready = operands
-    if ready is not None and (done := direct.norm(ready.add_options, delta, base, weight, bias)):
-        return done  # type: ignore[return-value]
+    spec, weight, bias, eps, out_dtype = operands
     if spec.kind == "layer":
-        return functional.add_layer_norm(delta, base, weight, bias, eps, out_dtype=out_dtype)
-    return functional.add_rms_norm(
-        delta,
-        base,
-        weight,
-        eps,
-        weight_offset=spec.weight_offset,
-        cast=spec.cast,
-        out_dtype=out_dtype,
-    )
+        done = functional.add_layer_norm(delta, base, weight, bias, eps, out_dtype=out_dtype)
+    else:
+        done = functional.add_rms_norm(
+            delta,
+            base,
+            weight,
+            eps,
+            weight_offset=spec.weight_offset,
+            cast=spec.cast,
+            out_dtype=out_dtype,
+        )
+    _make_ready(module, operands, delta, base)
+    return done

@@ -31,27 +31,33 @@ from torch.nn.modules import module as torch_module
 
 from fusedops.integrations.norms import (
     SPEC,
-    Operands,
     operators_serve,
     read_operands,
+    ready_norm,
     run_add_norm,
     run_norm,
 )
+from fusedops.integrations.recognition import NormSpec
 from fusedops.integrations.screening import stream_obstacle, writes_in_place
 
 __all__ = [
     "BLOCK",
     "BlockState",
     "ResidualStream",
+    "any_global_hook",
     "as_tensor",
     "call_norm",
+    "fetch_or_ready_norm",
+    "is_hooked",
     "run_block",
     "run_plain_norm",
+    "watch_block",
 ]
 
 _is_grad_enabled = torch.is_grad_enabled
+_is_inference_mode = torch.is_inference_mode_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
-_any_global_hook = torch_module._has_any_global_hook
+any_global_hook = torch_module._has_any_global_hook
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -93,6 +99,7 @@ class BlockState:
         "plain",
         "sources",
         "successor",
+        "wraps_norms",
         "writes",
     )
 
@@ -102,6 +109,7 @@ class BlockState:
         self.writes = writes_in_place(block_class)
         self.keys: set[Key] = set()  # where tensors came from that were the base of a useful add
         self.argument_keys: tuple[int | str, ...] = ()  # those of them that are arguments
+        self.wraps_norms = False  # whether others of them are norms
         self.sources: dict[Key, Key] = {}  # of a norm's result: where that norm's input came from
         self.learned: set[bool] = set()  # training modes in which a forward was watched
         self.handed: list[weakref.ref[nn.Module]] = []  # submodules handed streams, to look into
@@ -136,7 +144,9 @@ class BlockState:
         """A norm read a sum whose base came from there."""
         while key is not None and key not in self.keys:
             self.keys.add(key)
-            if not isinstance(key, tuple):
+            if isinstance(key, tuple):
+                self.wraps_norms = True
+            else:
                 self.argument_keys += (key,)
             key = self.sources.get(key)
 
@@ -145,6 +155,7 @@ class BlockState:
         replica = BlockState(self.block_class)
         replica.obstacle, replica.misses = self.obstacle, 2 * TRIALS
         replica.keys, replica.argument_keys = set(self.keys), self.argument_keys
+        replica.wraps_norms = self.wraps_norms
         replica.learned, replica.outer = {True, False}, self.outer
         return replica
 
@@ -157,7 +168,7 @@ class _Call:
     def __init__(self, state: BlockState, watched: bool) -> None:
         self.state = state
         self.watched = watched
-        self.global_hooks: bool = _any_global_hook()
+        self.global_hooks: bool = any_global_hook()
         self.pending: ResidualStream | None = None
 
 
@@ -179,6 +190,8 @@ class _HandOver:
         "bias_version",
         "eps",
         "grad",
+        "norm_state",
+        "spec",
         "state",
         "tensor",
         "version",
@@ -187,37 +200,43 @@ class _HandOver:
         "y",
     )
 
-    def __init__(self, tensor: Tensor, y: Tensor, operands: Operands, state: BlockState) -> None:
+    def __init__(self, tensor: Tensor, y: Tensor, norm: nn.Module, state: BlockState) -> None:
         self.tensor, self.version = weakref.ref(tensor, _forget), tensor._version
         self.y, self.state = y, state
-        self.weight, self.bias, self.eps = operands.weight, operands.bias, operands.eps
-        self.weight_version = _version(self.weight)
-        self.bias_version = _version(self.bias)
+        norm_state = self.norm_state = norm.__dict__
+        spec: NormSpec = norm_state[SPEC]
+        self.spec = spec
+        self.eps = norm_state[spec.eps]
+        parameters = norm_state["_parameters"]
+        weight = self.weight = parameters.get(spec.weight)
+        self.weight_version = None if weight is None else _version(weight)
+        bias = self.bias = parameters.get(spec.bias)
+        self.bias_version = None if bias is None else _version(bias)
         self.grad = _is_grad_enabled()
         self.autocast = _autocast_state()
 
-    def fits(self, norm: nn.Module, x: Tensor) -> bool:
-        """Whether ``norm(x)`` is now what it was then."""
-        link = self.state.link
-        if self.tensor() is not x or link is None or link() is not norm:
+    def fits(self, norm_state: dict[str, Any], x: Tensor) -> bool:
+        """Whether a call with ``x`` of the norm that has this ``__dict__`` is now what it was."""
+        spec = self.spec
+        if (
+            self.tensor() is not x
+            or norm_state is not self.norm_state
+            or x._version != self.version
+            or norm_state.get(SPEC) is not spec
+            or norm_state[spec.eps] is not self.eps
+            or _is_grad_enabled() is not self.grad
+            or (self.grad and _saves_are_watched())
+            or (_any_autocast() or self.autocast is not None)
+            and _autocast_state() != self.autocast
+        ):
             return False
-        spec = norm.__dict__.get(SPEC)
-        if spec is None or x._version != self.version or norm.__dict__[spec.eps] != self.eps:
-            return False
+        parameters = norm_state["_parameters"]
         weight, bias = self.weight, self.bias
-        if weight is not None and (
-            norm._parameters.get(spec.weight) is not weight
-            or _version(weight) != self.weight_version
-        ):
-            return False
-        if bias is not None and (
-            norm._parameters.get(spec.bias) is not bias or _version(bias) != self.bias_version
-        ):
-            return False
         return (
-            _is_grad_enabled() is self.grad
-            and _autocast_state() == self.autocast
-            and not (self.grad and _saves_are_watched())
+            parameters.get(spec.weight) is weight
+            and (weight is None or _version(weight) == self.weight_version)
+            and parameters.get(spec.bias) is bias
+            and (bias is None or _version(bias) == self.bias_version)
         )
 
 
@@ -258,7 +277,10 @@ def _autocast_state() -> object:
 
 def _version(tensor: Tensor | None) -> int | None:
     """The tensor's version; None where it has none, as inference tensors."""
-    return None if tensor is None or tensor.is_inference() else tensor._version
+    try:
+        return None if tensor is None else tensor._version
+    except RuntimeError:
+        return None
 
 
 # --- the stream --------------------------------------------------------------------------------
@@ -344,11 +366,30 @@ class ResidualStream:
     def reshape(self, *shape: Any) -> Any:
         return _reshape(self, shape, "reshape")
 
-    def __add__(self, other: Any) -> Any:
-        return _add(self, other, False)
+    def __add__(self, other: Any, other_first: bool = False) -> Any:
+        """``self + other`` put off, where other is a tensor like it; else done."""
+        call, base = self._call, self._base
+        if (
+            type(other) is not Tensor
+            or call.pending is not None
+            or self._reshaped is not None
+            or call.state is _closed
+            or other.shape != base.shape
+            or (other.dtype is not base.dtype and other.dtype not in FLOATS)
+        ):
+            return _add(self, other, other_first)
+        result = ResidualStream(base, call, self._key, _is_grad_enabled())
+        result._delta = other
+        result._delta_first = other_first
+        try:
+            result._versions = (base._version, other._version)
+        except RuntimeError:  # inference tensors have no counter
+            result._versions = None
+        call.pending = result
+        return result
 
     def __radd__(self, other: Any) -> Any:
-        return _add(self, other, True)
+        return self.__add__(other, True)
 
     @classmethod
     def __torch_function__(
@@ -436,29 +477,23 @@ for _name in _IN_PLACE_OPERATIONS.split():
 
 
 def _add(stream: ResidualStream, other: Any, other_first: bool) -> Any:
-    """``stream + other`` put off, where other is a tensor like it; else done."""
+    """``stream + other``, with what stands in the way of putting it off done first."""
     call = stream._call
     if call.pending is not None:
         _finish(call.pending, "another add came before a norm read the sum")
-    base = stream._base if stream._reshaped is None else as_tensor(stream)
+    if stream._reshaped is not None:
+        as_tensor(stream)
     if type(other) is ResidualStream:
         other = as_tensor(other)
+    base = stream._base
     if (
-        type(other) is not Tensor
-        or other.shape != base.shape
-        or other.dtype not in FLOATS
-        or call.state is _closed
+        type(other) is Tensor
+        and other.shape == base.shape
+        and other.dtype in FLOATS
+        and call.state is not _closed
     ):
-        return other + as_tensor(stream) if other_first else as_tensor(stream) + other
-    result = ResidualStream(base, call, stream._key, _is_grad_enabled())
-    result._delta = other
-    result._delta_first = other_first
-    try:
-        result._versions = (base._version, other._version)
-    except RuntimeError:  # inference tensors have no counter
-        result._versions = None
-    call.pending = result
-    return result
+        return stream.__add__(other, other_first)
+    return other + as_tensor(stream) if other_first else as_tensor(stream) + other
 
 
 def as_tensor(stream: ResidualStream) -> Tensor:
@@ -564,44 +599,43 @@ def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
     """``norm(stream)`` for a patched norm; ``call`` is its class's own ``__call__``."""
     block_call = stream._call
     state = block_call.state
-    pending = stream._delta is not None
-    if pending and block_call.watched:
-        state.learn(stream._key)
-    if _is_hooked(norm) or block_call.global_hooks:
-        if pending:
+    delta = stream._delta
+    if block_call.watched:
+        if delta is not None:
+            state.learn(stream._key)
+        elif state.entry_norm is None:
+            state.entry_norm = weakref.ref(norm)
+    if block_call.global_hooks or is_hooked(norm):
+        if delta is not None:
             _finish(stream, "a hook on the norm")
         return call(norm, as_tensor(stream))
-    if pending:
-        operands = _add_operands(norm, stream)
-        if operands is None or _is_grad_enabled() is not stream._grad:
-            _finish(stream, _why_unserved(stream))
-            return call(norm, as_tensor(stream))
-        if _slot.held is not None:
-            _drop_held()
-        y: Tensor | None = _fuse(stream, operands)
-        state.inside += 1
-    else:
-        if block_call.watched and state.entry_norm is None:
-            state.entry_norm = weakref.ref(norm)
+    y: Any
+    if delta is None:
         x = stream._base if stream._reshaped is None else as_tensor(stream)
         # Without hooks, and with its class's forward, a module's call is its forward.
         y = run_plain_norm(norm, x)
         if y is None:
             y = call(norm, x)
-    if block_call.watched or len(state.argument_keys) < len(state.keys):
+    else:
+        y = _fuse(norm, stream)
+        if y is None:
+            _finish(stream, _why_unserved(stream))
+            return call(norm, as_tensor(stream))
+        state.inside += 1
+    if state.wraps_norms or block_call.watched:
         return _result_of_norm(y, norm, stream)
     return y
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
     """Whether calling ``module`` is more than running its class's forward."""
     state = module.__dict__
     return bool(
-        "forward" in state
-        or state["_forward_pre_hooks"]
+        state["_forward_pre_hooks"]
         or state["_forward_hooks"]
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
+        or "forward" in state
         or state.get("_compiled_call_impl") is not None
     )
 
@@ -616,23 +650,33 @@ def _result_of_norm(y: Any, norm: nn.Module, stream: ResidualStream) -> Any:
     return y
 
 
-def _fuse(stream: ResidualStream, operands: Operands) -> Tensor:
-    """Do a pending add together with the norm of the sum; returns the norm."""
-    _check_versions(stream)
-    assert stream._delta is not None
-    y, summed = run_add_norm(operands, stream._delta, stream._base)
-    _settle(stream, summed)
-    return y
+def _fuse(norm: nn.Module, stream: ResidualStream) -> Tensor | None:
+    """Do a pending add together with the norm of the sum; returns the norm, None: not to be done.
 
-
-def _add_operands(norm: nn.Module, stream: ResidualStream) -> Operands | None:
+    In the latter case nothing has happened yet.
+    """
     base, delta = stream._base, stream._delta
     assert delta is not None
-    if not base.is_contiguous() or not delta.is_contiguous():
+    if stream._grad is not _is_grad_enabled():
         return None
-    if delta.get_device() != base.get_device() or delta.is_cuda is not base.is_cuda:
-        return None
-    return read_operands(norm, base, stream.dtype)
+    versions = stream._versions
+    if versions is not None and versions != (base._version, delta._version):
+        _check_versions(stream)
+    done: Any = ready_norm(norm, delta, base)
+    if done is None:
+        if not (base.is_contiguous() and delta.is_contiguous()):
+            return None
+        if delta.get_device() != base.get_device() or delta.is_cuda is not base.is_cuda:
+            return None
+        operands = read_operands(norm, base, stream.dtype)
+        if operands is None:
+            return None
+        done = run_add_norm(norm, operands, delta, base)
+    if _slot.held is not None:
+        _drop_held()
+    stream._base = done[1]
+    stream._delta = stream._call.pending = None
+    return done[0]
 
 
 def _why_unserved(stream: ResidualStream) -> str:
@@ -642,23 +686,32 @@ def _why_unserved(stream: ResidualStream) -> str:
     return "the operator does not serve the norm's call"
 
 
-def run_plain_norm(norm: nn.Module, x: Any) -> Tensor | None:
-    """The forward of a patched norm on one tensor; None: the original serves."""
-    if type(x) is not Tensor and type(x) is not nn.Parameter:
-        return None
+def fetch_or_ready_norm(norm: nn.Module, x: Tensor) -> Tensor | None:
+    """``norm(x)`` where a block handed it over, or a call like it was in order before."""
     if _slot.held is not None:
         y = _fetch(norm, x)
         if y is not None:
             return y
+    done = ready_norm(norm, x)
+    return None if done is None else done[0]
+
+
+def run_plain_norm(norm: nn.Module, x: Any) -> Tensor | None:
+    """The forward of a patched norm on one tensor; None: the original serves."""
+    if type(x) is not Tensor and type(x) is not nn.Parameter:
+        return None
+    y = fetch_or_ready_norm(norm, x)
+    if y is not None:
+        return y
     operands = read_operands(norm, x, x.dtype)
-    return None if operands is None else run_norm(operands, x)
+    return None if operands is None else run_norm(norm, operands, x)
 
 
 def _fetch(norm: nn.Module, x: Tensor) -> Tensor | None:
     """The result that a block handed over for this call, if all is as it was then."""
     held = _slot.held
     if type(held) is _HandOver:
-        if held.fits(norm, x):
+        if held.fits(norm.__dict__, x):
             held.state.misses = 0
             _slot.held = None
             return held.y
@@ -687,52 +740,41 @@ class _Closed(BlockState):
 _closed = _Closed(nn.Identity)
 
 
-def run_block(
-    forward: Callable,
-    block: nn.Module,
-    args: Any,
-    kwargs: Any,
-    watch: Callable[[nn.Module], Callable[[], list[nn.Module]]],
-    unguard_needless: Callable[[list[nn.Module], set[Key]], None],
-) -> Any:
-    """``forward(block, *args, **kwargs)``, with streams in place of the hidden states.
+Watch = Callable[[nn.Module], Callable[[], list[nn.Module]]]
+"""Guards a block's submodules; what it returns says which of them were handed streams."""
 
-    The first forward is watched: which arguments become the base of an add that a norm reads,
-    and which submodules are handed streams. See ``watch`` in `fusedops.integrations.classes`.
+
+def watch_block(
+    forward: Callable, block: nn.Module, state: BlockState, args: Any, kwargs: Any, watch: Watch
+) -> Any:
+    """`run_block` where little is known of the block yet.
+
+    It is seen which arguments become the base of an add that a norm reads, and which submodules
+    are handed streams. See ``watch`` in `fusedops.integrations.classes`.
     """
-    state: BlockState | None = block.__dict__.get(BLOCK)
-    if state is None or state.obstacle is not None:
-        return forward(block, *args, **kwargs)
-    training = block.training
-    if training in state.learned:
-        if state.handed:
-            handed, state.handed = state.handed, []
-            unguard_needless([m for ref in handed if (m := ref()) is not None], state.keys)
-        return _run(forward, block, state, args, kwargs, state.argument_keys, None)
     keys = tuple(
         key
         for key, value in (*enumerate(args), *kwargs.items())
         if type(value) is Tensor and value.dim() >= 2
     )
     forwards = state.calls
-    output = _run(forward, block, state, args, kwargs, keys, watch)
+    output = run_block(forward, block, state, args, kwargs, keys, watch)
     if state.calls > forwards:
-        state.learned.add(training)
+        state.learned.add(block.training)
     return output
 
 
-def _run(
+def run_block(
     forward: Callable,
     block: nn.Module,
     state: BlockState,
     args: Any,
     kwargs: Any,
     keys: tuple[int | str, ...],
-    watch: Callable[[nn.Module], Callable[[], list[nn.Module]]] | None,
+    watch: Watch | None = None,
 ) -> Any:
-    """One forward with the arguments of these keys as streams."""
+    """``forward(block, *args, **kwargs)``, with streams for the arguments of these keys."""
     call: _Call | None = None
-    grad = _is_grad_enabled()
     for key in keys:
         if type(key) is str:
             value = kwargs.get(key)
@@ -745,17 +787,32 @@ def _run(
                 break
             call = _Call(state, watch is not None)
             args = list(args)
-        holder: Any = kwargs if type(key) is str else args
-        holder[key] = ResidualStream(value, call, key, grad)
+        stream = ResidualStream(value, call, key, _is_grad_enabled())
+        if type(key) is str:
+            kwargs[key] = stream
+        else:
+            args[key] = stream
     if call is None:
         if not keys and watch is None:
             state.obstacle = "no norm reads a sum that it makes"
         return forward(block, *args, **kwargs)
-    if _slot.held is not None and _may_edit_input(block, state, call):
-        _drop_held()
+    if _slot.held is not None and (
+        call.global_hooks
+        or block.__dict__["_forward_pre_hooks"]
+        or (state.outer and any(module._forward_pre_hooks for module in state.around()))
+    ):
+        _drop_held()  # a hook has seen the block's input, and may have changed it unnoticed
     unwatch = None if watch is None else watch(block)
     try:
-        output = _leave(block, call, forward(block, *args, **kwargs))
+        output = forward(block, *args, **kwargs)
+        if type(output) is ResidualStream:
+            output = _leave_stream(block, output)
+        elif type(output) is tuple and output and type(output[0]) is ResidualStream:
+            output = (_leave_stream(block, output[0]), *map(_outside, output[1:]))
+        else:
+            output = _outside(output)
+        if call.pending is not None:
+            _finish(call.pending, "the block did not return the sum")
     except BaseException:
         _slot.held = None
         raise
@@ -767,15 +824,6 @@ def _run(
     return output
 
 
-def _may_edit_input(block: nn.Module, state: BlockState, call: _Call) -> bool:
-    """Whether a hook has seen the block's input, and may have changed it behind its version."""
-    return bool(
-        call.global_hooks
-        or block._forward_pre_hooks
-        or (state.outer and any(module._forward_pre_hooks for module in state.around()))
-    )
-
-
 def _may_stream(state: BlockState, x: Tensor) -> bool:
     return (
         operators_serve(x)
@@ -784,21 +832,8 @@ def _may_stream(state: BlockState, x: Tensor) -> bool:
         and _transforms() is None
         and _forward_ad._current_level < 0
         and _jit_trace() is None
-        and not (state.writes and torch.is_inference_mode_enabled())
+        and not (state.writes and _is_inference_mode())
     )
-
-
-def _leave(block: nn.Module, call: _Call, output: Any) -> Any:
-    """The block's output with tensors for streams; the first pending one may be handed over."""
-    if type(output) is ResidualStream:
-        result: Any = _leave_stream(block, output)
-    elif type(output) is tuple and output and type(output[0]) is ResidualStream:
-        result = (_leave_stream(block, output[0]), *map(_outside, output[1:]))
-    else:
-        result = _outside(output)
-    if call.pending is not None:
-        _finish(call.pending, "the block did not return the sum")
-    return result
 
 
 def _outside(value: Any) -> Any:
@@ -835,14 +870,13 @@ def _leave_stream(block: nn.Module, stream: ResidualStream) -> Tensor:
             _slot.held = _Exit(summed, state, stream._key)
         return summed
     obstacle = _hand_over_obstacle(block, norm, stream)
-    operands = None if obstacle is not None else _add_operands(norm, stream)
-    if operands is None:
-        return _finish(stream, obstacle or _why_unserved(stream))
-    if _slot.held is not None:
-        _drop_held()
-    y = _fuse(stream, operands)
+    if obstacle is not None:
+        return _finish(stream, obstacle)
+    y = _fuse(norm, stream)
+    if y is None:
+        return _finish(stream, _why_unserved(stream))
     state.across += 1
-    _slot.held = _HandOver(stream._base, y, operands, state)
+    _slot.held = _HandOver(stream._base, y, norm, state)
     return stream._base
 
 
@@ -864,21 +898,28 @@ def _expected_link(block: nn.Module, state: BlockState) -> weakref.ref[nn.Module
 
 def _hand_over_obstacle(block: nn.Module, norm: nn.Module, stream: ResidualStream) -> str | None:
     """Why the norm of the sum must not be computed now."""
-    call = stream._call
+    call, hooks = stream._call, block.__dict__
     if (
         call.global_hooks
-        or _is_hooked(norm)
-        or block._backward_hooks
-        or block._backward_pre_hooks
-        or (block._forward_hooks and _may_edit(block._forward_hooks))
+        or hooks["_backward_hooks"]
+        or hooks["_backward_pre_hooks"]
+        or (hooks["_forward_hooks"] and _may_edit(hooks["_forward_hooks"]))
+        or is_hooked(norm)
         or (call.state.outer and any(_may_edit(m._forward_hooks) for m in call.state.around()))
     ):
         return "a hook on the block or on the next norm"
-    if torch.is_inference_mode_enabled():
+    if _is_inference_mode():
         return "inference mode, whose tensors count no versions"
     grad = _is_grad_enabled()
     if grad is not stream._grad or (grad and _saves_are_watched()):
         return "a checkpoint, a backward or another grad mode"
+    spec: NormSpec | None = norm.__dict__.get(SPEC)
+    parameters = norm.__dict__["_parameters"]
+    if spec is None or (
+        (spec.weight is not None and parameters.get(spec.weight) is None)
+        or (spec.bias is not None and parameters.get(spec.bias) is None)
+    ):
+        return "the next norm's weight is no parameter of it"
     return None
 
 

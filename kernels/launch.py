@@ -112,11 +112,11 @@ def prepare_forward(
             summed,
             mean,
             rstd,
+            n_rows,
+            x.shape[1] if x.dim() == 3 else None,
             *row_strides(x, n_rows),
             *row_strides(residual, n_rows),
             n_cols,
-            x.shape[1] if x.dim() == 3 else None,
-            n_rows,
             eps,
         ),
         {
@@ -178,7 +178,7 @@ def launch_backward(
     dweight_partial, dbias_partial = partial_sums(dweight), partial_sums(dbias)
     n_inner = s.shape[1] if s.dim() == 3 else None
     s_strides, dy_strides = row_strides(s, n_rows), row_strides(dy, n_rows)
-    counts = (n_inner, n_rows)
+    counts = (n_rows, n_inner)
     meta = {
         "N_COLS": n_cols,
         "CENTERED": mean is not None,
@@ -192,17 +192,17 @@ def launch_backward(
     strides = (*s_strides, *dy_strides, *row_strides(dsum, n_rows), n_cols)
     if not looped:
         meta |= {"BLOCK_ROWS": config.block_rows, "NUM_STAGES": config.num_stages}
-        arguments = (*inputs, ds, *partials, *strides, *counts)
+        arguments = (*inputs, ds, *partials, *counts, *strides)
         run(Call(norm_backward_kernel, (n_partials,), arguments, meta), device)
     elif ds is not None:
-        arguments = (*inputs, ds, *strides, *counts)
+        arguments = (*inputs, ds, *counts, *strides)
         run(Call(norm_backward_looped_kernel, (n_rows,), arguments, meta), device)
     if dweight is None and dbias is None:
         return
     if looped:
         columns = weight_gradient_config(n_cols)
         grid = (triton.cdiv(n_cols, columns.block_size), n_partials)
-        arguments = (s, dy, mean, rstd, *partials, *s_strides, *dy_strides, *counts)
+        arguments = (s, dy, mean, rstd, *partials, *counts, *s_strides, *dy_strides)
         meta = {"N_COLS": n_cols, "CENTERED": mean is not None, **column_meta(columns)}
         run(Call(weight_gradient_kernel, grid, arguments, meta), device)
     columns = reduce_config(n_cols)

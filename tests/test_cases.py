@@ -566,11 +566,41 @@ def test_remembered_calls_give_the_same_bits(op, dtype, weight, monkeypatch):
             for out, whole in zip(op.call(part), first, strict=True):
                 assert (out is None) == (whole is None)
                 assert out is None or torch.equal(out, whole[:rows])
-        leading = {
-            n: t.view(10, 100, 520) if t is not None and t.dim() > 1 else t
-            for n, t in inputs.items()
+    leading = {
+        n: t.view(10, 100, 520) if t is not None and t.dim() > 1 else t for n, t in inputs.items()
+    }
+    op.call(leading)  # what is remembered is a call's rank, too
+    monkeypatch.setattr(launch, "run", refuse)
+    assert torch.equal(op.call(leading)[0], first[0].view(10, 100, 520))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frozen", [None, "x", "weight"])
+def test_remembered_training_calls_give_the_same_gradients(op, frozen, monkeypatch):
+    """The second forward that needs a gradient is launched directly, too."""
+    from fusedops import direct
+    from fusedops.kernels import launch
+
+    if launch.TRITON_RELEASE not in direct.TESTED_TRITON:
+        pytest.skip("this Triton is always launched the ordinary way")
+    monkeypatch.setattr(direct, "_plans", {})
+    inputs = op.inputs((100, 520), BF16, "cuda")
+    upstream = [torch.randn(100, 520, device="cuda", dtype=BF16) for _ in range(1 + op.adds)]
+    results = []
+    for attempt in range(3):
+        leaves = {
+            n: t if t is None else t.clone().requires_grad_(n != frozen) for n, t in inputs.items()
         }
-        assert torch.equal(op.call(leading)[0], first[0].view(10, 100, 520))
+        with monkeypatch.context() as patched:
+            if attempt:
+                patched.setattr(launch, "launch_forward", None)
+            outputs = [out for out in op.call(leaves) if out is not None]
+        torch.autograd.backward(outputs, upstream)
+        results.append([*outputs, *(t.grad for t in leaves.values() if t is not None)])
+    for result in results[1:]:
+        for a, b in zip(results[0], result, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
 
 
 @pytest.mark.gpu
