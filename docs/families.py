@@ -11,6 +11,7 @@ size made small, wherever it stands; a family whose default needs more than that
 import argparse
 import inspect
 import os
+import re
 import signal
 import sys
 import warnings
@@ -223,8 +224,26 @@ def run(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
         {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     )
     output = model(**inputs, **options)
-    found = [value for value in output.to_tuple() if isinstance(value, Tensor)]
-    return [value for value in found if value.is_floating_point()]
+    found = [value for value in _tensors(output.to_tuple()) if value.is_floating_point()]
+    if not found:
+        raise ValueError("no floating point tensor comes out")
+    return found
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, tuple | list):
+        for part in output:
+            yield from _tensors(part)
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether all values are the same bits, or NaN in both."""
+    return len(a) == len(b) and all(
+        torch.equal(x.nan_to_num(), y.nan_to_num()) and torch.equal(x.isnan(), y.isnan())
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 @contextmanager
@@ -238,6 +257,7 @@ def quiet() -> Iterator[None]:
 
 # --- the table ---------------------------------------------------------------------------------
 
+TABLE = Path(__file__).with_suffix(".md")
 SECONDS = 60  # for one family
 
 HEADER = """# What fuses in which family
@@ -251,7 +271,7 @@ norms alone patched, and {fusing} fuse adds.
 them that also do a residual add (within a block, or for the norm after it), *plain* the adds to the
 stream that stay by themselves. Two layers each, so the last block's share is larger than in life.
 
-| family | task | norms | inside | across | plain | why not more |
+| family | task | norms | inside | across | plain | why nothing fuses |
 |---|---|---|---|---|---|---|
 """
 
@@ -281,13 +301,13 @@ class Row:
         return f"| {self.family.model_type} | {self.family.task} | {numbers} | {self.why} |"
 
 
-def measure(family: Family) -> Row:
-    """Build the family and count; raises RuntimeError where it cannot be built or patched."""
+def measure(family: Family, model: PreTrainedModel, inputs: dict[str, Tensor]) -> Row:
+    """Count what fuses in a built family, and compare with its norms alone patched."""
     from fusedops import dispatch
-    from fusedops.integrations import patch, patched
+    from fusedops.integrations import patch, patched, unpatch
     from fusedops.integrations.patching import force_operators
 
-    model, inputs = family.build()
+    same = True
     with force_operators():
         try:
             with patched(model, fuse_residual=False):
@@ -298,10 +318,10 @@ def measure(family: Family) -> Row:
         before: Counter[str] = Counter()
         for _ in range(3):
             with dispatch.count_calls() as calls:
-                found = run(model, inputs)
+                same = equal(run(model, inputs), expected) and same
             after = _totals(report)
             delta, before = after - before, after
-    same = all(map(torch.equal, map(torch.nan_to_num, found), map(torch.nan_to_num, expected)))
+        unpatch(model)
     why = ""
     if delta["inside"] + delta["across"] == 0:
         why = "; ".join(
@@ -317,6 +337,14 @@ def measure(family: Family) -> Row:
         why,
         same,
     )
+
+
+def committed() -> tuple[str, dict[str, str]]:
+    """What the table says: the version of transformers, and each family's row."""
+    text = TABLE.read_text()
+    (version,) = re.findall(r"with transformers (\S+),", text)
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    return version, {row.split(" | ")[0].removeprefix("| "): row for row in rows}
 
 
 def _totals(report: Any) -> Counter[str]:
@@ -347,7 +375,7 @@ def main() -> None:
                 continue
             signal.alarm(SECONDS)
             try:
-                rows.append(measure(family))
+                rows.append(measure(family, *family.build()))
             except Exception as error:
                 print(f"{family}: {type(error).__name__}: {error}", file=sys.stderr)
                 continue
@@ -363,9 +391,8 @@ def main() -> None:
         equal=sum(row.equal for row in rows),
         fusing=sum(row.inside + row.across > 0 for row in rows),
     )
-    path = Path(__file__).with_suffix(".md")
-    path.write_text(header + "".join(f"{row}\n" for row in rows))
-    print(f"{len(rows)} families written to {path}")
+    TABLE.write_text(header + "".join(f"{row}\n" for row in rows))
+    print(f"{len(rows)} families written to {TABLE}")
 
 
 def _too_slow(*_: object) -> None:
