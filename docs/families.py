@@ -57,7 +57,7 @@ _SIZE_TABLE = """
    2 decoder_num_key_value_heads encoder_num_key_value_heads
    8 head_dim d_kv attention_head_size kv_channels v_head_dim qk_nope_head_dim
    8 qk_rope_head_dim qk_head_dim linear_key_head_dim linear_value_head_dim d_head
-   8 global_head_dim swa_head_dim
+   8 global_head_dim swa_head_dim linear_head_dim
   64 intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim dim_feedforward
   64 ffn_hidden_size mlp_dim hidden_features intermediate_dim intermediate_size_mlp
   64 decoder_intermediate_size encoder_intermediate_size ff_dim dense_intermediate_size
@@ -118,6 +118,8 @@ def _small(default: PretrainedConfig, sizes: dict[str, int]) -> dict[str, Any]:
             small[name] = type(value)(**_small(value, sizes))
         elif name in sizes and _is_int(value):
             small[name] = min(value, sizes[name])
+        elif name == "image_size" and isinstance(value, list | tuple):
+            small[name] = type(value)(min(side, sizes[name]) for side in value)
         elif name.endswith("_token_id") and _is_int(value):
             small[name] = value % VOCABULARY
         elif isinstance(value, list) and layers and len(value) == layers:
