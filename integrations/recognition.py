@@ -445,6 +445,10 @@ def _prove(bare: nn.Module, eps_name: str, size: int) -> NormSpec | None:
     )
 
 
+def _is_eps(value: float | None) -> bool:
+    return value is None or (math.isfinite(value) and value > 0)
+
+
 def recognise(module: nn.Module, cls: type | None = None) -> NormSpec:
     """Find out which norm ``module`` computes, as an instance of ``cls`` (default: its own).
 
@@ -467,11 +471,12 @@ def recognise(module: nn.Module, cls: type | None = None) -> NormSpec:
     names = eps_names(module)
     if not names:
         raise UnrecognisedNorm("keeps no eps in an attribute")
+    usable = [name for name in names if _is_eps(vars(module)[name])]
+    if not usable:
+        values = " and ".join(f"{name}={vars(module)[name]}" for name in names)
+        raise UnrecognisedNorm(f"its eps is no finite number > 0 ({values})")
     with _quiet():
-        for eps_name in names:
-            eps = vars(module)[eps_name]
-            if eps is not None and not (math.isfinite(eps) and eps > 0):
-                continue
+        for eps_name in usable:
             for size in _sizes(module):
                 try:
                     bare = _bare_copy(module, cls)

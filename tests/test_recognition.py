@@ -236,7 +236,7 @@ def test_eps_and_weight_are_found_whatever_their_names() -> None:
 
 @pytest.mark.parametrize("eps", [0.0, -1e-6, math.inf, math.nan])
 def test_eps_that_no_operator_takes(eps: float) -> None:
-    with pytest.raises(UnrecognisedNorm):
+    with pytest.raises(UnrecognisedNorm, match="eps is no finite number > 0"):
         recognise(LlamaRMSNorm(40, eps=eps))
 
 
