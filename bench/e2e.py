@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models on a GPU: the unpatched one, norms alone, fused in blocks, fused across blocks.
+"""Whole models on a GPU: unpatched, patched, norms alone, always fused in blocks and across them.
 
     python bench/e2e.py --out e2e.json [--models llama-1b gpt2-xl] [--measures decode prefill]
 
@@ -39,9 +39,10 @@ def shared_copy(model):
 def variants(model):
     """name -> model; fused counts stay readable through the reports."""
     models, reports = {"unpatched": shared_copy(model)}, {}
-    for name in ("norms", "in block", "across"):
+    wanted = {"default": True, "norms": False, "in block": "always", "across": "always"}
+    for name, fuse_residual in wanted.items():
         models[name] = shared_copy(model)
-        reports[name] = patch(models[name], fuse_residual=name != "norms")
+        reports[name] = patch(models[name], fuse_residual=fuse_residual)
     for module in models["in block"].modules():
         state = vars(module).get(BLOCK)
         if state is not None:  # as a block whose hand-overs nobody ever fetched

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from fusedops.integrations.norms import READY, SPEC
 from fusedops.integrations.stream import (
@@ -31,8 +31,8 @@ from fusedops.integrations.stream import (
     any_global_hook,
     as_tensor,
     call_norm,
-    fetch_or_ready_norm,
     is_hooked,
+    quick_norm,
     run_block,
     run_plain_norm,
     watch_block,
@@ -112,11 +112,11 @@ def _generate(original: Any, kind: Kind) -> type:
             elif (
                 type(x) is Tensor
                 and type(self) is cls
-                and not is_compiling()
+                and not is_dynamo_compiling()  # export without it traces, which no guard passes
                 and not is_hooked(self)
                 and not any_global_hook()
             ):
-                y = fetch_or_ready_norm(self, x)
+                y = quick_norm(self, x)
                 if y is not None:
                     return y
         return call_guard(self, *args, **kwargs)

@@ -47,8 +47,8 @@ __all__ = [
     "any_global_hook",
     "as_tensor",
     "call_norm",
-    "fetch_or_ready_norm",
     "is_hooked",
+    "quick_norm",
     "run_block",
     "run_plain_norm",
     "watch_block",
@@ -67,6 +67,11 @@ _forward_ad = torch.autograd.forward_ad
 BLOCK = "_fusedops_block"  # instance attribute of a patched block: its BlockState
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+MIN_ELEMENTS = 2**22
+"""Hidden states on a GPU that are smaller than this pass through their block as tensors, where no
+gradient is recorded. On an H200, for 2^22 elements, an add and the reading of its sum take 8 us, a
+block's stream some 15 us of the CPU's time. What is computed is the same."""
+
 TRIALS = 2  # forwards, and missed hand-overs, after which what brought nothing is given up
 CAPTURE_MODULE = "transformers.utils.output_capturing"  # its hooks only note the tensors they see
 
@@ -93,18 +98,21 @@ class BlockState:
         "learned",
         "link",
         "missed",
+        "min_elements",
         "misses",
         "obstacle",
         "outer",
         "plain",
+        "small",
         "sources",
         "successor",
         "wraps_norms",
         "writes",
     )
 
-    def __init__(self, block_class: type) -> None:
+    def __init__(self, block_class: type, min_elements: int = 0) -> None:
         self.block_class = block_class
+        self.min_elements = min_elements  # of hidden states that go through as streams
         self.obstacle = stream_obstacle(block_class)  # why it runs unstreamed
         self.writes = writes_in_place(block_class)
         self.keys: set[Key] = set()  # where tensors came from that were the base of a useful add
@@ -125,15 +133,16 @@ class BlockState:
         self.across = 0  # adds fused with a norm after it
         self.missed = 0  # of these, those whose norm was not called as foreseen
         self.plain: Counter[str] = Counter()  # reason -> adds done by themselves
+        self.small = 0  # forwards whose hidden states were too small for streams
 
     def __reduce__(self) -> Any:
-        return BlockState, (self.block_class,), self.around()
+        return BlockState, (self.block_class, self.min_elements), self.around()
 
     def __setstate__(self, around: list[nn.Module]) -> None:
         self.outer = tuple(weakref.ref(module) for module in around)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockState":
-        copy = BlockState(self.block_class)
+        copy = BlockState(self.block_class, self.min_elements)
         copy.outer = tuple(weakref.ref(memo.get(id(m), m)) for m in self.around())
         return copy
 
@@ -152,7 +161,7 @@ class BlockState:
 
     def for_replica(self) -> "BlockState":
         """For a copy that lives for one forward: what this one knows, but for the next norm."""
-        replica = BlockState(self.block_class)
+        replica = BlockState(self.block_class, self.min_elements)
         replica.obstacle, replica.misses = self.obstacle, 2 * TRIALS
         replica.keys, replica.argument_keys = set(self.keys), self.argument_keys
         replica.wraps_norms = self.wraps_norms
@@ -205,38 +214,43 @@ class _HandOver:
         self.y, self.state = y, state
         norm_state = self.norm_state = norm.__dict__
         spec: NormSpec = norm_state[SPEC]
-        self.spec = spec
-        self.eps = norm_state[spec.eps]
+        self.spec, self.eps = spec, norm_state[spec.eps]
         parameters = norm_state["_parameters"]
-        weight = self.weight = parameters.get(spec.weight)
-        self.weight_version = None if weight is None else _version(weight)
-        bias = self.bias = parameters.get(spec.bias)
-        self.bias_version = None if bias is None else _version(bias)
+        weight = bias = self.weight_version = self.bias_version = None
+        if spec.weight is not None:
+            weight = parameters.get(spec.weight)
+            if weight is None:
+                raise RuntimeError("the weight is not a parameter of the norm")
+            self.weight_version = weight._version
+            if spec.bias is not None:
+                bias = parameters.get(spec.bias)
+                if bias is None:
+                    raise RuntimeError("the bias is not a parameter of the norm")
+                self.bias_version = bias._version
+        self.weight, self.bias = weight, bias
         self.grad = _is_grad_enabled()
-        self.autocast = _autocast_state()
+        self.autocast = _autocast_state() if _any_autocast() else None
 
     def fits(self, norm_state: dict[str, Any], x: Tensor) -> bool:
         """Whether a call with ``x`` of the norm that has this ``__dict__`` is now what it was."""
-        spec = self.spec
         if (
             self.tensor() is not x
             or norm_state is not self.norm_state
             or x._version != self.version
-            or norm_state.get(SPEC) is not spec
-            or norm_state[spec.eps] is not self.eps
             or _is_grad_enabled() is not self.grad
             or (self.grad and _saves_are_watched())
-            or (_any_autocast() or self.autocast is not None)
-            and _autocast_state() != self.autocast
+            or (_autocast_state() if _any_autocast() else None) != self.autocast
         ):
             return False
+        spec, weight, bias = self.spec, self.weight, self.bias
         parameters = norm_state["_parameters"]
-        weight, bias = self.weight, self.bias
         return (
-            parameters.get(spec.weight) is weight
-            and (weight is None or _version(weight) == self.weight_version)
+            norm_state.get(SPEC) is spec
+            and norm_state[spec.eps] is self.eps
+            and parameters.get(spec.weight) is weight
+            and (weight is None or weight._version == self.weight_version)
             and parameters.get(spec.bias) is bias
-            and (bias is None or _version(bias) == self.bias_version)
+            and (bias is None or bias._version == self.bias_version)
         )
 
 
@@ -267,20 +281,10 @@ def _drop_held() -> None:
 
 
 def _autocast_state() -> object:
-    if not _any_autocast():
-        return None
     return [
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in ("cuda", "cpu")
     ]
-
-
-def _version(tensor: Tensor | None) -> int | None:
-    """The tensor's version; None where it has none, as inference tensors."""
-    try:
-        return None if tensor is None else tensor._version
-    except RuntimeError:
-        return None
 
 
 # --- the stream --------------------------------------------------------------------------------
@@ -395,12 +399,11 @@ class ResidualStream:
     def __torch_function__(
         cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not kwargs and len(args) == 2 and (func is _METHOD_ADD or func is torch.add):
+        if (func is _METHOD_ADD or func is torch.add) and len(args) == 2 and not kwargs:
             first, second = args
-            if type(first) is ResidualStream:
-                return _add(first, second, False)
-            if type(second) is ResidualStream:
-                return _add(second, first, True)
+            if type(second) is ResidualStream and type(first) is not ResidualStream:
+                return second.__add__(first, True)
+            return first.__add__(second)
         return func(*_without_streams(args), **_without_streams(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
@@ -686,7 +689,7 @@ def _why_unserved(stream: ResidualStream) -> str:
     return "the operator does not serve the norm's call"
 
 
-def fetch_or_ready_norm(norm: nn.Module, x: Tensor) -> Tensor | None:
+def quick_norm(norm: nn.Module, x: Tensor) -> Tensor | None:
     """``norm(x)`` where a block handed it over, or a call like it was in order before."""
     if _slot.held is not None:
         y = _fetch(norm, x)
@@ -700,7 +703,7 @@ def run_plain_norm(norm: nn.Module, x: Any) -> Tensor | None:
     """The forward of a patched norm on one tensor; None: the original serves."""
     if type(x) is not Tensor and type(x) is not nn.Parameter:
         return None
-    y = fetch_or_ready_norm(norm, x)
+    y = quick_norm(norm, x)
     if y is not None:
         return y
     operands = read_operands(norm, x, x.dtype)
@@ -783,6 +786,9 @@ def run_block(
         if type(value) is not Tensor or value.dtype not in FLOATS:
             continue
         if call is None:
+            if watch is None and state.min_elements and _is_too_small(value, state.min_elements):
+                state.small += 1
+                break
             if not _may_stream(state, value):
                 break
             call = _Call(state, watch is not None)
@@ -827,12 +833,26 @@ def run_block(
 def _may_stream(state: BlockState, x: Tensor) -> bool:
     return (
         operators_serve(x)
-        and _dispatch_modes() == 0
-        and _function_modes() == 0
+        and not _dispatch_modes()
+        and not _function_modes()
         and _transforms() is None
         and _forward_ad._current_level < 0
         and _jit_trace() is None
         and not (state.writes and _is_inference_mode())
+    )
+
+
+def _is_too_small(x: Tensor, min_elements: int) -> bool:
+    """Whether an add takes the GPU less time than a stream takes the CPU.
+
+    Where gradients are recorded a fused add spares work in the backward, too, and a captured graph
+    keeps the launches alone.
+    """
+    return (
+        x.is_cuda
+        and x.numel() < min_elements
+        and not _is_grad_enabled()
+        and not torch.cuda.is_current_stream_capturing()
     )
 
 
@@ -857,27 +877,52 @@ def _outside(value: Any) -> Any:
 def _leave_stream(block: nn.Module, stream: ResidualStream) -> Tensor:
     if stream._delta is None:
         return as_tensor(stream)
-    state = stream._call.state
-    if state.link is None and state.successor is not None:
-        state.link = _expected_link(block, state)
-        state.successor = None  # what is seen counts from now on
-        if state.link is not None:
-            state.learn(stream._key)
-    norm = None if state.link is None else state.link()
+    call = stream._call
+    state = call.state
+    link = state.link
+    norm = None if link is None else link()
     if norm is None:
-        summed = _finish(stream, "which norm reads the block's result was not known")
-        if state.misses < 2 * TRIALS and not summed.is_inference():
-            _slot.held = _Exit(summed, state, stream._key)
-        return summed
-    obstacle = _hand_over_obstacle(block, norm, stream)
-    if obstacle is not None:
-        return _finish(stream, obstacle)
+        norm = _find_next_norm(block, state, stream)
+        if norm is None:
+            summed = _finish(stream, "which norm reads the block's result was not known")
+            if state.misses < 2 * TRIALS and not summed.is_inference():
+                _slot.held = _Exit(summed, state, stream._key)
+            return summed
+    hooks = block.__dict__
+    if (
+        hooks["_forward_hooks"]
+        or hooks["_backward_hooks"]
+        or hooks["_backward_pre_hooks"]
+        or call.global_hooks
+        or state.outer
+        or is_hooked(norm)
+        or _is_inference_mode()
+        or _is_grad_enabled()
+    ):
+        obstacle = _hand_over_obstacle(block, norm, stream)
+        if obstacle is not None:
+            return _finish(stream, obstacle)
     y = _fuse(norm, stream)
     if y is None:
         return _finish(stream, _why_unserved(stream))
     state.across += 1
-    _slot.held = _HandOver(stream._base, y, norm, state)
+    try:
+        _slot.held = _HandOver(stream._base, y, norm, state)
+    except RuntimeError:  # a weight that is no parameter, or counts no versions
+        state.link, state.misses = None, 2 * TRIALS
     return stream._base
+
+
+def _find_next_norm(block: nn.Module, state: BlockState, stream: ResidualStream) -> Any:
+    """The norm that will read the block's result, where blocks follow each other in a list."""
+    if state.successor is None:
+        return None
+    state.link = _expected_link(block, state)
+    state.successor = None  # what is seen counts from now on
+    if state.link is None:
+        return None
+    state.learn(stream._key)
+    return state.link()
 
 
 def _expected_link(block: nn.Module, state: BlockState) -> weakref.ref[nn.Module] | None:
@@ -913,13 +958,6 @@ def _hand_over_obstacle(block: nn.Module, norm: nn.Module, stream: ResidualStrea
     grad = _is_grad_enabled()
     if grad is not stream._grad or (grad and _saves_are_watched()):
         return "a checkpoint, a backward or another grad mode"
-    spec: NormSpec | None = norm.__dict__.get(SPEC)
-    parameters = norm.__dict__["_parameters"]
-    if spec is None or (
-        (spec.weight is not None and parameters.get(spec.weight) is None)
-        or (spec.bias is not None and parameters.get(spec.bias) is None)
-    ):
-        return "the next norm's weight is no parameter of it"
     return None
 
 

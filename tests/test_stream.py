@@ -31,11 +31,12 @@ from transformers import (
 )
 
 from fusedops import dispatch
-from fusedops.integrations import patch, unpatch
+from fusedops.integrations import patch, stream, unpatch
 from fusedops.integrations.classes import original_class
 from fusedops.integrations.patching import force_operators, suspended
 from fusedops.integrations.screening import stream_obstacle, writes_in_place
 from fusedops.integrations.stream import (
+    BLOCK,
     BlockState,
     ResidualStream,
     _Call,
@@ -1692,3 +1693,53 @@ def test_blocks_whose_sums_no_norm_reads_say_so() -> None:
     (row,) = report.fused
     assert (row.inside, row.across) == (0, 0)
     assert row.why.startswith("no norm reads a sum that it makes; something else than a norm")
+
+
+# --- when it pays ------------------------------------------------------------------------------
+
+
+def test_fuse_residual_takes_three_values() -> None:
+    net = Net()
+    with pytest.raises(ValueError, match=r"fuse_residual: expected True, False or \"always\", got"):
+        patch(net, fuse_residual="sometimes")
+    assert all(type(module) is original_class(module) for module in net.modules())
+    assert [vars(block)[BLOCK].min_elements for block in patched_blocks(net, "always")] == [0] * 3
+
+
+def patched_blocks(net: nn.Module, fuse_residual: bool | str) -> list[nn.Module]:
+    patch(net, fuse_residual=fuse_residual)
+    return [module for module in net.modules() if BLOCK in vars(module)]
+
+
+@pytest.mark.gpu
+def test_small_hidden_states_go_through_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An add that takes the GPU less time than a stream takes the CPU is left to the model."""
+    monkeypatch.setattr(stream, "MIN_ELEMENTS", 4 * 5 * SIZE)
+    net = Net().cuda()
+    small, large = torch.randn(2, 5, SIZE, device="cuda"), torch.randn(4, 5, SIZE, device="cuda")
+    with torch.no_grad():
+        expected = net(small), net(large)
+        report = patch(net)
+        for _ in range(2):
+            net(large)
+        assert counts(net, small)[1:] == (7, 0)
+        (row,) = report.fused
+        assert row.small == 3
+        assert "too small for it to pay (3 forwards)" in row.why
+        found, alone, fused = counts(net, large)
+        assert (alone, fused) == (1, 6)
+        assert torch.allclose(net(small), expected[0], atol=1e-5)
+        assert torch.allclose(found, expected[1], atol=1e-5)
+        graph = torch.cuda.CUDAGraph()
+        net(small)
+        before = row.small
+        with torch.cuda.graph(graph):
+            net(small)
+        assert report.fused[0].small == before + 2 * 3  # the replays hold fused adds
+    assert counts(net, small)[2] == 6  # with gradients, more is spared than the add
+    unpatch(net)
+    with torch.no_grad():
+        patch(net, fuse_residual="always")
+        for _ in range(2):
+            net(small)
+        assert counts(net, small)[1:] == (1, 6)
