@@ -86,6 +86,35 @@ def test_family(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     covered.add(family.model_type)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_family_on_the_kernels(family: Any) -> None:
+    """As above with real kernels, whose statistics are rounded in another order than torch's."""
+    with families.quiet():
+        try:
+            model, inputs = family.build()
+        except RuntimeError as error:
+            pytest.skip(f"cannot be built tiny: {error}")
+        model.to("cuda")
+        inputs = {name: tensor.to("cuda") for name, tensor in inputs.items()}
+        expected = families.run(model, inputs)
+        repeatable = families.equal(families.run(model, inputs), expected)
+        try:
+            report = patch(model)
+        except ValueError as error:
+            pytest.skip(str(error))
+        for _ in range(3):
+            with dispatch.count_calls() as calls:
+                found = families.run(model, inputs)
+        assert all(path == "triton" for _, path in calls)
+        fused = sum(count for (name, _), count in calls.items() if name.startswith("add_"))
+        assert fused or all(row.why for row in report.fused), "nothing fused, and no reason"
+        assert distance(found, expected) < 1e-4
+        unpatch(model)
+        if repeatable:
+            assert families.equal(families.run(model, inputs), expected), "unpatched"
+
+
 def test_enough_families(request: pytest.FixtureRequest) -> None:
     """At least 150 causal LMs, encoders and encoder-decoders; fewer exist in version 4."""
     if INSTALLED == TABLE_VERSION:  # each row is a test above, whichever process runs it
