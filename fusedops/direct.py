@@ -26,7 +26,7 @@ from fusedops import dispatch, reference
 if TYPE_CHECKING:
     from fusedops.autograd import Spec
 
-__all__ = ["Plan", "find", "launch_training", "norm", "remember", "run"]
+__all__ = ["Caller", "Plan", "find", "launch_training", "norm", "remember"]
 
 TESTED_TRITON = ("3.6", "3.7")
 """Releases whose compiled kernels are known to be launched as `Kernel.launch` does."""
@@ -54,6 +54,8 @@ class Plan:
     grad: bool  # the grad mode that it is for
     train: Callable[..., Any] | None  # makes the launch where a gradient will be needed
     kernel: Kernel
+    has_weight: bool
+    has_bias: bool
     n_cols: int
     device: int
     y_dtype: torch.dtype
@@ -64,8 +66,93 @@ class Plan:
     eps: float
     spec: "Spec"
 
+    def caller(self) -> Any:
+        """A function of (x, residual, weight, bias) that gives (y, summed), or None.
 
-_plans: dict[tuple[Any, ...], tuple[Plan, ...]] = {}
+        What does not change stands in its closure, which is read quicker than attributes are.
+        """
+        check, grad, train, n_cols = self.check, self.grad, self.train, self.n_cols
+        device, hooks, kernel = self.device, self.hooks, self.kernel
+        y_dtype, sum_dtype = self.y_dtype, self.sum_dtype
+        launch, head, tail, block_rows = kernel.launch, kernel.head, kernel.tail, kernel.block_rows
+        adds, has_weight, has_bias = sum_dtype is not None, self.has_weight, self.has_bias
+
+        def call(
+            x: Tensor, residual: Any, weight: Any, bias: Any
+        ) -> tuple[Tensor, Tensor | None] | None:
+            # A tensor that is missing does not pass.
+            if has_bias:
+                fits = check(x, residual, weight, bias) if adds else check(x, weight, bias)
+            elif has_weight:
+                fits = check(x, residual, weight) if adds else check(x, weight)
+            else:
+                fits = check(x, residual) if adds else check(x)
+            if (
+                not fits
+                or grad is not _is_grad_enabled()
+                or _forward_ad._current_level >= 0
+                or _function_modes()
+                or _counters
+                or not x.is_contiguous()
+                or hooks.launch_enter_hook.calls
+                or hooks.launch_exit_hook.calls
+                or device != _current_device()
+            ):
+                return None
+            n_rows = x.numel() // n_cols
+            x_ptr = bits = x.data_ptr()
+            residual_ptr = weight_ptr = bias_ptr = summed = sum_ptr = None
+            if adds:
+                if residual.shape != x.shape or not residual.is_contiguous():
+                    return None
+                residual_ptr = residual.data_ptr()
+                bits |= residual_ptr
+            if has_weight:
+                weight_ptr = weight.data_ptr()
+                bits |= weight_ptr
+            if has_bias:
+                bias_ptr = bias.data_ptr()
+                bits |= bias_ptr
+            if bits & 15 or not 0 < n_rows < 2**31:
+                return None
+            if train is not None:
+                pointers = (x_ptr, residual_ptr, weight_ptr, bias_ptr)
+                outputs = train(
+                    x, residual, weight, bias, self.eps, self.spec, (self, n_rows, pointers)
+                )
+                return outputs if adds else (outputs, None)
+            shape, strides = tuple(x.shape), x.stride()
+            y = _empty(shape, strides, y_dtype)
+            if adds:
+                summed = _empty(shape, strides, sum_dtype)
+                sum_ptr = summed.data_ptr()
+            launch(
+                -(-n_rows // block_rows),
+                1,
+                1,
+                _current_stream(device),
+                *head,
+                x_ptr,
+                residual_ptr,
+                weight_ptr,
+                bias_ptr,
+                y.data_ptr(),
+                sum_ptr,
+                None,
+                None,
+                n_rows,
+                *tail,
+            )
+            return y, summed
+
+        return call
+
+
+Caller = Callable[
+    [Tensor, Tensor | None, Tensor | None, Tensor | None], tuple[Tensor, Tensor | None] | None
+]
+
+_plans: dict[tuple[Any, ...], tuple[tuple[Plan, Caller], ...]] = {}
 _kernels: dict[tuple[Any, ...], Kernel] = {}
 
 _guards: Any = torch._C._dynamo.guards
@@ -101,7 +188,12 @@ def norm(
         plans = _plans.get((options, x.dtype, x.shape[-1], weight is None, bias is None))
     except (AttributeError, IndexError, TypeError):  # no tensor, no rows, no hash: not for here
         return None
-    return None if plans is None else run(plans, x, residual, weight, bias)
+    if plans is not None:
+        for _, call in plans:
+            done = call(x, residual, weight, bias)
+            if done is not None:
+                return done
+    return None
 
 
 def find(
@@ -110,99 +202,20 @@ def find(
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
-) -> Plan | None:
-    """The plan that fits these tensors, in this grad mode."""
+) -> Caller | None:
+    """The `Plan.caller` for calls like this one, in this grad mode."""
     key = (options, x.dtype, x.shape[-1], weight is None, bias is None)
     tensors = [t for t in (x, residual, weight, bias) if t is not None]
-    for plan in _plans.get(key, ()):
+    for plan, call in _plans.get(key, ()):
         if plan.check(*tensors) and plan.grad is _is_grad_enabled():
-            return plan
+            return call
     return None
-
-
-def run(
-    plans: tuple[Plan, ...],
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor | None] | None:
-    """(y, summed) by the first plan that fits, or None."""
-    for plan in plans:
-        check = plan.check
-        if bias is not None:
-            fit = check(x, weight, bias) if residual is None else check(x, residual, weight, bias)
-        elif weight is not None:
-            fit = check(x, weight) if residual is None else check(x, residual, weight)
-        else:
-            fit = check(x) if residual is None else check(x, residual)
-        if fit and plan.grad is _is_grad_enabled():
-            break
-    else:
-        return None
-    device, hooks = plan.device, plan.hooks
-    if (
-        _forward_ad._current_level >= 0
-        or _function_modes()
-        or _counters
-        or not x.is_contiguous()
-        or hooks.launch_enter_hook.calls
-        or hooks.launch_exit_hook.calls
-        or device != _current_device()
-    ):
-        return None
-    n_rows = x.numel() // plan.n_cols
-    x_ptr = bits = x.data_ptr()
-    residual_ptr = weight_ptr = bias_ptr = summed = sum_ptr = None
-    if residual is not None:
-        if residual.shape != x.shape or not residual.is_contiguous():
-            return None
-        residual_ptr = residual.data_ptr()
-        bits |= residual_ptr
-    if weight is not None:
-        weight_ptr = weight.data_ptr()
-        bits |= weight_ptr
-    if bias is not None:
-        bias_ptr = bias.data_ptr()
-        bits |= bias_ptr
-    if bits & 15 or not 0 < n_rows < 2**31:
-        return None
-    if plan.train is not None:
-        pointers = (x_ptr, residual_ptr, weight_ptr, bias_ptr)
-        outputs = plan.train(
-            x, residual, weight, bias, plan.eps, plan.spec, (plan, n_rows, pointers)
-        )
-        return (outputs, None) if residual is None else outputs
-    shape, strides = tuple(x.shape), x.stride()
-    y = _empty(shape, strides, plan.y_dtype)
-    if residual is not None:
-        summed = _empty(shape, strides, plan.sum_dtype)
-        sum_ptr = summed.data_ptr()
-    kernel = plan.kernel
-    kernel.launch(
-        -(-n_rows // kernel.block_rows),
-        1,
-        1,
-        _current_stream(device),
-        *kernel.head,
-        x_ptr,
-        residual_ptr,
-        weight_ptr,
-        bias_ptr,
-        y.data_ptr(),
-        sum_ptr,
-        None,
-        None,
-        n_rows,
-        *kernel.tail,
-    )
-    return y, summed
 
 
 def launch_training(
     x: Tensor, plan: Plan, n_rows: int, pointers: tuple[int | None, ...]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(y, summed, mean, rstd): what `run` launches, from within the autograd Function."""
+    """(y, summed, mean, rstd), from within the autograd Function: a plan's ``train``."""
     shape, strides = tuple(x.shape), x.stride()
     y = _empty(shape, strides, plan.y_dtype)
     rstd = _empty((n_rows,), (1,), plan.rstd_dtype)
@@ -281,6 +294,8 @@ def remember(
         grad=_is_grad_enabled(),
         train=train,
         kernel=_kernel(options, x, residual, weight, bias, eps, spec, sum_dtype, statistics),
+        has_weight=weight is not None,
+        has_bias=bias is not None,
         n_cols=x.shape[-1],
         device=device,
         y_dtype=spec.y_dtype,
@@ -293,7 +308,7 @@ def remember(
     )
     key = (options, x.dtype, x.shape[-1], weight is None, bias is None)
     # A new tuple: another thread may be walking through the old one.
-    _plans[key] = (*_plans.get(key, ())[-MAX_PLANS + 1 :], plan)
+    _plans[key] = (*_plans.get(key, ())[-MAX_PLANS + 1 :], (plan, plan.caller()))
 
 
 def _kernel(

@@ -21,18 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling
 
 from fusedops.integrations.norms import READY, SPEC
 from fusedops.integrations.stream import (
     BLOCK,
     BlockState,
     ResidualStream,
-    any_global_hook,
     as_tensor,
     call_norm,
-    is_hooked,
-    quick_norm,
+    call_unhooked,
     run_block,
     run_plain_norm,
     watch_block,
@@ -108,15 +106,8 @@ def _generate(original: Any, kind: Kind) -> type:
             if type(x) is ResidualStream:
                 if SPEC in self.__dict__:
                     return call_norm(original.__call__, self, x)
-            # Without hooks, and with its class's forward, a module's call is its forward.
-            elif (
-                type(x) is Tensor
-                and type(self) is cls
-                and not is_dynamo_compiling()  # export without it traces, which no guard passes
-                and not is_hooked(self)
-                and not any_global_hook()
-            ):
-                y = quick_norm(self, x)
+            elif type(x) is Tensor and type(self) is cls:
+                y = call_unhooked(self, x)
                 if y is not None:
                     return y
         return call_guard(self, *args, **kwargs)

@@ -68,18 +68,18 @@ class Operands(NamedTuple):
 class Ready:
     """How a patched norm's calls are launched that are like one found in order before.
 
-    Of the module's tensors it holds nothing: their guards are in the plans, which see them anew in
-    every call. eps counts as the same object only.
+    Of the module's tensors it holds nothing: the calls' guards see them anew. eps counts as the
+    same object only.
     """
 
-    __slots__ = ("add_plans", "bias", "eps", "eps_name", "plans", "weight")
+    __slots__ = ("add_call", "bias", "call", "eps", "eps_name", "weight")
 
     def __init__(self, operands: Operands) -> None:
         spec = operands.spec
         self.eps_name, self.eps = spec.eps, operands.eps
         self.weight, self.bias = spec.weight, spec.bias
-        self.plans: tuple[direct.Plan, ...] = ()
-        self.add_plans: tuple[direct.Plan, ...] = ()
+        self.call: direct.Caller | None = None
+        self.add_call: direct.Caller | None = None
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy finds out anew
@@ -93,18 +93,11 @@ def ready_norm(
     ready: Ready | None = state.get(READY)
     if ready is None or state[ready.eps_name] is not ready.eps:
         return None
-    weight = bias = None
-    if ready.weight is not None:
-        parameters = state["_parameters"]
-        weight = parameters.get(ready.weight)
-        if weight is None:
-            return None
-        if ready.bias is not None:
-            bias = parameters.get(ready.bias)
-            if bias is None:
-                return None
-    plans = ready.plans if residual is None else ready.add_plans
-    return direct.run(plans, x, residual, weight, bias)
+    call = ready.call if residual is None else ready.add_call
+    if call is None:
+        return None
+    parameters = state["_parameters"]
+    return call(x, residual, parameters.get(ready.weight), parameters.get(ready.bias))
 
 
 def read_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands | None:
@@ -125,17 +118,17 @@ def _make_ready(module: nn.Module, operands: Operands, x: Tensor, residual: Tens
     if spec.kind == "rms":
         offset = spec.weight_offset
         options = (f"{prefix}rms_norm", eps, offset, spec.cast, None, type(eps), type(offset))
-    plan = direct.find(options, x, residual, weight, bias)
-    if plan is None:
+    call = direct.find(options, x, residual, weight, bias)
+    if call is None:
         return
     state = module.__dict__
     ready: Ready | None = state.get(READY)
     if ready is None or ready.eps is not eps:
         ready = state[READY] = Ready(operands)
     if residual is None:
-        ready.plans = (plan,)
+        ready.call = call
     else:
-        ready.add_plans = (plan,)
+        ready.add_call = call
 
 
 def _check_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands | None:

@@ -27,9 +27,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as torch_module
 
 from fusedops.integrations.norms import (
+    READY,
     SPEC,
     operators_serve,
     read_operands,
@@ -44,11 +46,9 @@ __all__ = [
     "BLOCK",
     "BlockState",
     "ResidualStream",
-    "any_global_hook",
     "as_tensor",
     "call_norm",
-    "is_hooked",
-    "quick_norm",
+    "call_unhooked",
     "run_block",
     "run_plain_norm",
     "watch_block",
@@ -56,6 +56,7 @@ __all__ = [
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_inference_mode = torch.is_inference_mode_enabled
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _any_autocast = torch._C._is_any_autocast_enabled
 any_global_hook = torch_module._has_any_global_hook
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -689,8 +690,24 @@ def _why_unserved(stream: ResidualStream) -> str:
     return "the operator does not serve the norm's call"
 
 
-def quick_norm(norm: nn.Module, x: Tensor) -> Tensor | None:
-    """``norm(x)`` where a block handed it over, or a call like it was in order before."""
+def call_unhooked(norm: nn.Module, x: Tensor) -> Tensor | None:
+    """``norm(x)`` where that is its forward alone, and a call like it was in order before.
+
+    Without hooks, and with its class's forward, a module's call is its forward.
+    """
+    state = norm.__dict__
+    if (
+        READY not in state
+        or state["_forward_pre_hooks"]
+        or state["_forward_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
+        or state.get("_compiled_call_impl") is not None
+        or any_global_hook()
+        or is_dynamo_compiling()  # export without it traces, which no guard passes
+    ):
+        return None
     if _slot.held is not None:
         y = _fetch(norm, x)
         if y is not None:
@@ -703,9 +720,13 @@ def run_plain_norm(norm: nn.Module, x: Any) -> Tensor | None:
     """The forward of a patched norm on one tensor; None: the original serves."""
     if type(x) is not Tensor and type(x) is not nn.Parameter:
         return None
-    y = quick_norm(norm, x)
-    if y is not None:
-        return y
+    if _slot.held is not None:
+        y = _fetch(norm, x)
+        if y is not None:
+            return y
+    done = ready_norm(norm, x)
+    if done is not None:
+        return done[0]
     operands = read_operands(norm, x, x.dtype)
     return None if operands is None else run_norm(norm, operands, x)
 
@@ -786,9 +807,17 @@ def run_block(
         if type(value) is not Tensor or value.dtype not in FLOATS:
             continue
         if call is None:
-            if watch is None and state.min_elements and _is_too_small(value, state.min_elements):
+            # Where gradients are recorded a fused add spares work in the backward, too, and a
+            # captured graph keeps the launches alone.
+            if (
+                value.numel() < state.min_elements
+                and watch is None
+                and value.is_cuda
+                and not _is_grad_enabled()
+                and not _is_capturing()
+            ):
                 state.small += 1
-                break
+                return forward(block, *args, **kwargs)
             if not _may_stream(state, value):
                 break
             call = _Call(state, watch is not None)
@@ -839,20 +868,6 @@ def _may_stream(state: BlockState, x: Tensor) -> bool:
         and _forward_ad._current_level < 0
         and _jit_trace() is None
         and not (state.writes and _is_inference_mode())
-    )
-
-
-def _is_too_small(x: Tensor, min_elements: int) -> bool:
-    """Whether an add takes the GPU less time than a stream takes the CPU.
-
-    Where gradients are recorded a fused add spares work in the backward, too, and a captured graph
-    keeps the launches alone.
-    """
-    return (
-        x.is_cuda
-        and x.numel() < min_elements
-        and not _is_grad_enabled()
-        and not torch.cuda.is_current_stream_capturing()
     )
 
 
