@@ -50,19 +50,37 @@ MAX_BACKWARD_BLOCK = 16384
 
 # The tables below hold the fastest of all tile shapes tried for rows of 2-byte elements on an
 # H200 (bench/results/h200-tune.json, by bench/tune.py): block_size -> (block_rows, num_warps).
+# Of those within one percent, the one with most threads a row: it is the quicker for few rows.
 # Plain LayerNorm has two reductions that follow each other, and wants few warps to wait for each.
 FORWARD_RMS = {
-    64: (16, 2), 128: (16, 2), 256: (8, 2), 512: (4, 4), 1024: (2, 2), 2048: (1, 2),
-    4096: (1, 4), 8192: (1, 8), 16384: (1, 8), 32768: (1, 32),
-}  # fmt: skip
-FORWARD_LAYER = {
-    64: (32, 4), 128: (16, 2), 256: (4, 1), 512: (2, 1), 1024: (1, 1), 2048: (1, 2),
-    4096: (1, 4), 8192: (1, 4), 16384: (1, 8), 32768: (1, 32),
-}  # fmt: skip
-FORWARD_ADD = {
-    64: (16, 2), 128: (16, 8), 256: (4, 4), 512: (2, 4), 1024: (1, 2), 2048: (1, 4),
+    64: (16, 2), 128: (16, 2), 256: (8, 4), 512: (4, 4), 1024: (1, 2), 2048: (1, 2),
     4096: (1, 8), 8192: (1, 8), 16384: (1, 16), 32768: (1, 32),
 }  # fmt: skip
+FORWARD_LAYER = {
+    64: (32, 4), 128: (16, 2), 256: (4, 1), 512: (2, 1), 1024: (1, 2), 2048: (1, 4),
+    4096: (1, 4), 8192: (1, 8), 16384: (1, 8), 32768: (1, 32),
+}  # fmt: skip
+FORWARD_ADD_RMS = {
+    64: (16, 2), 128: (16, 8), 256: (4, 4), 512: (2, 4), 1024: (1, 4), 2048: (1, 8),
+    4096: (1, 16), 8192: (1, 16), 16384: (1, 32), 32768: (1, 32),
+}  # fmt: skip
+FORWARD_ADD_LAYER = {
+    64: (16, 2), 128: (16, 8), 256: (4, 4), 512: (2, 2), 1024: (1, 4), 2048: (1, 8),
+    4096: (1, 16), 8192: (1, 16), 16384: (1, 32), 32768: (1, 32),
+}  # fmt: skip
+# Rows that do not fill their block (measured at 768, 1600, 3072, 5120 and 12288 columns) leave
+# warps idle, and masking costs instructions: these want fewer warps.
+MASKED_RMS = {1024: (2, 2), 2048: (1, 2), 4096: (1, 4), 8192: (1, 8), 16384: (1, 8)}
+MASKED_LAYER = {1024: (1, 1), 2048: (1, 1), 4096: (1, 4), 8192: (1, 4), 16384: (1, 8)}
+MASKED_ADD_RMS = {1024: (2, 8), 2048: (1, 8), 4096: (1, 16), 8192: (1, 16), 16384: (1, 16)}
+MASKED_ADD_LAYER = {1024: (1, 1), 2048: (1, 4), 4096: (1, 8), 8192: (1, 8), 16384: (1, 16)}
+
+FORWARD = {  # (centered, adds) -> rows that fill their block, rows that do not
+    (False, False): (FORWARD_RMS, FORWARD_RMS | MASKED_RMS),
+    (True, False): (FORWARD_LAYER, FORWARD_LAYER | MASKED_LAYER),
+    (False, True): (FORWARD_ADD_RMS, FORWARD_ADD_RMS | MASKED_ADD_RMS),
+    (True, True): (FORWARD_ADD_LAYER, FORWARD_ADD_LAYER | MASKED_ADD_LAYER),
+}
 
 # Triton's interpreter takes its time a program, whatever the tile: 0.84 s for 64 x 576 with one row
 # a program, 0.05 s with 16. Rows do not see each other, so no result changes.
@@ -81,7 +99,7 @@ def forward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> La
     block_size = next_power_of_2(n_cols)
     if block_size * itemsize > MAX_FORWARD_BLOCK * 2:
         return LaunchConfig(1, 32768 // itemsize, num_warps=32 if itemsize == 2 else 16)
-    table = FORWARD_ADD if adds else FORWARD_LAYER if centered else FORWARD_RMS
+    table = FORWARD[centered, adds][block_size != n_cols]
     # fp64 takes two registers a value.
     block_rows, num_warps = table[max(64, block_size * (2 if itemsize == 8 else 1))]
     block_rows = max(block_rows, MIN_BLOCK_ROWS)
