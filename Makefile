@@ -16,10 +16,26 @@ BENCH_ARGS ?=
 export HF_HUB_OFFLINE = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: test lint typecheck bench demo clean
+# Releases beside those of constraints.txt: the tests that depend on them run on these, too.
+TRANSFORMERS = transformers-4.57 transformers-5.17
+TRITON = triton-3.9
+OTHERS = $(TRANSFORMERS:%=test-%) $(TRITON:%=test-%)
+
+.PHONY: test test-others $(OTHERS) lint typecheck bench demo clean
 
 test: lint
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(MAKE) --no-print-directory -j $(WORKERS) --output-sync test-others
+
+test-others: $(OTHERS)
+
+$(TRANSFORMERS:%=test-%): TESTS = tests/test_families.py tests/test_stream.py tests/test_patching.py
+$(TRITON:%=test-%): TESTS = tests/test_compile.py tests/test_operators.py
+
+# One process each, so that the count of families is checked.
+$(OTHERS): test-%: build/%/.ready
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(<D) $(VENV)/bin/python -m pytest -q \
+		-p no:cacheprovider $(TESTS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)ruff check .
@@ -65,6 +81,12 @@ endef
 
 $(VENV)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(call environment,test,dev)
+
+# No environment of its own: a folder with what differs, ahead of $(VENV) on the path.
+build/%/.ready: constraints-%.txt $(VENV)/.ready
+	rm -rf $(@D)
+	$(VENV)/bin/python -m pip install --quiet --no-deps --target $(@D) -r $<
+	touch $@
 
 $(DEMO_VENV)/.ready: setup.cfg pyproject.toml constraints.txt
 	$(call environment,hf,cli)
