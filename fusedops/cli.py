@@ -154,7 +154,7 @@ def _compare(arguments: argparse.Namespace, *, restart: bool) -> int:
     with _progress() as on_step, _quiet():
         on_step(f"loading {arguments.model}", 0, 1)
         loaded, report = _load_and_check(arguments, dtype, device, on_step)
-    _show(loaded, report, dtype, device)
+    _show(loaded, report)
     if arguments.json:
         _write_json(arguments, loaded, report)
     if arguments.plot:
@@ -189,20 +189,13 @@ def _load_and_check(
     return loaded, report
 
 
-def _show(
-    loaded: "LoadedModel", report: "ParityReport", dtype: torch.dtype, device: torch.device
-) -> None:
+def _show(loaded: "LoadedModel", report: "ParityReport") -> None:
     print(loaded.source)
     print(report.patch)
     print()
     print(report)
     if report.continuation is not None and loaded.tokenizer is not None:
         print(f"continuation: {loaded.tokenizer.decode(report.continuation.tokens)!r}")
-    if report.path == "interpreter" and dtype == torch.bfloat16:
-        print(
-            "note: Triton's interpreter cuts bf16 numbers off where a GPU rounds them; "
-            "use fp32 or fp16 to judge the kernels on a CPU"
-        )
 
 
 def _write_json(

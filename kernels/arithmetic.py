@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "divide", "reciprocal_root", "row_offsets"]
+__all__ = ["INTERPRETED", "divide", "reciprocal_root", "round_to", "row_offsets"]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -16,6 +16,22 @@ def divide(a, b):
         return a / b
     else:
         return tl.div_rn(a, b)
+
+
+@triton.jit
+def round_to(value, DTYPE: tl.constexpr):
+    """``value`` in DTYPE, rounded to nearest even.
+
+    That is what a cast does, except under Triton's interpreter, which cuts bf16's low bits off.
+    """
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        value = value.to(tl.float32)
+        bits = value.to(tl.uint32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(value == value, rounded, bits | 0x400000)  # a NaN stays one when cut off
+        return (bits >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    else:
+        return value.to(DTYPE)
 
 
 @triton.jit

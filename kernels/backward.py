@@ -19,7 +19,7 @@ program into one row of ``dweight_partial_ptr`` / ``dbias_partial_ptr`` (n_progr
 import triton
 import triton.language as tl
 
-from fusedops.kernels.arithmetic import divide, row_offsets
+from fusedops.kernels.arithmetic import divide, round_to, row_offsets
 
 __all__ = [
     "norm_backward_kernel",
@@ -115,7 +115,7 @@ def norm_backward_kernel(
                     dsum_ptr + dsum_offsets[:, None] + cols[None, :], mask=mask, other=0.0
                 ).to(ACC)
             ds_offsets = (rows * ds_row_stride)[:, None] + cols[None, :]
-            tl.store(ds_ptr + ds_offsets, ds.to(ds_ptr.dtype.element_ty), mask=mask)
+            tl.store(ds_ptr + ds_offsets, round_to(ds, ds_ptr.dtype.element_ty), mask=mask)
 
     partial_offsets = pid.to(tl.int64) * N_COLS + cols
     if dweight_partial_ptr is not None:
@@ -195,7 +195,7 @@ def norm_backward_looped_kernel(
         ds = (ds - (s * rstd) * gx_mean) * rstd
         if dsum_ptr is not None:
             ds += tl.load(dsum_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
-        tl.store(ds_ptr + cols[None, :], ds.to(ds_ptr.dtype.element_ty), mask=mask)
+        tl.store(ds_ptr + cols[None, :], round_to(ds, ds_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
@@ -263,7 +263,9 @@ def sum_partials(partial_ptr, out_ptr, n_partials, n_cols, BLOCK_ROWS, BLOCK_SIZ
         offsets = tl.cast(rows, tl.int64)[:, None] * n_cols + cols[None, :]
         mask = (rows < n_partials)[:, None] & col_mask[None, :]
         total += tl.load(partial_ptr + offsets, mask=mask, other=0.0)
-    tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col_mask)
+    tl.store(
+        out_ptr + cols, round_to(tl.sum(total, axis=0), out_ptr.dtype.element_ty), mask=col_mask
+    )
 
 
 @triton.jit(do_not_specialize=["n_partials"])

@@ -24,7 +24,7 @@ one block merge their chunks' statistics by the update of the same paper (eq. 2.
 import triton
 import triton.language as tl
 
-from fusedops.kernels.arithmetic import INTERPRETED, divide, reciprocal_root, row_offsets
+from fusedops.kernels.arithmetic import INTERPRETED, divide, reciprocal_root, round_to, row_offsets
 
 __all__ = ["norm_forward_kernel", "norm_forward_looped_kernel"]
 
@@ -55,7 +55,7 @@ def scale_and_shift(
     # The product is formed in fp32, or in fp64 where y is fp64.
     PRODUCT: tl.constexpr = tl.float64 if Y_DTYPE == tl.float64 else x_hat.dtype
     if CAST_INPUT:
-        x_hat = x_hat.to(S_DTYPE)
+        x_hat = round_to(x_hat, S_DTYPE)
     y = x_hat.to(PRODUCT)
     if weight_ptr is not None:
         scale = weight.to(PRODUCT)
@@ -116,7 +116,7 @@ def norm_forward_kernel(
         residual = tl.load(
             residual_ptr + r_offsets[:, None] + cols[None, :], mask=mask, other=0.0
         ).to(ACC)
-        summed = (residual + s).to(S_DTYPE)
+        summed = round_to(residual + s, S_DTYPE)
         tl.store(sum_ptr + y_offsets, summed, mask=mask)
         s = summed.to(ACC)
 
@@ -153,7 +153,7 @@ def norm_forward_kernel(
         CAST_INPUT,
         WEIGHT_OFFSET,
     )
-    tl.store(y_ptr + y_offsets, y.to(Y_DTYPE), mask=mask)
+    tl.store(y_ptr + y_offsets, round_to(y, Y_DTYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
@@ -205,7 +205,7 @@ def norm_forward_looped_kernel(
         s = tl.load(x_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
-            summed = (residual + s).to(S_DTYPE)
+            summed = round_to(residual + s, S_DTYPE)
             tl.store(sum_ptr + cols[None, :], summed, mask=mask)
             s = summed.to(ACC)
         if CENTERED:
@@ -257,4 +257,4 @@ def norm_forward_looped_kernel(
             CAST_INPUT,
             WEIGHT_OFFSET,
         )
-        tl.store(y_ptr + cols[None, :], y.to(Y_DTYPE), mask=mask)
+        tl.store(y_ptr + cols[None, :], round_to(y, Y_DTYPE), mask=mask)

@@ -70,37 +70,6 @@ def streams_for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def bf16_rounding() -> Iterator[None]:
-    """Make the interpreter round to nearest even when it casts to bf16, as GPUs do.
-
-    Triton 3.6 and 3.7 cut the low bits off instead (and fail on fp64 sources).
-    """
-    if ON_GPU or not dispatch.INTERPRETED:
-        yield
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    builder = interpreter.InterpreterBuilder
-    original = builder.cast_impl
-
-    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        source = src.dtype.scalar
-        if dst_type.scalar != tl.bfloat16 or source not in (tl.float32, tl.float64):
-            return original(self, src, dst_type)
-        # torch refuses numpy's read-only buffers, and loses the shape of 0-d ones
-        values = torch.from_numpy(np.array(src.data, ndmin=1))
-        bits = values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-        return interpreter.TensorHandle(bits.reshape(np.shape(src.data)), tl.bfloat16)
-
-    builder.cast_impl = cast_impl
-    try:
-        yield
-    finally:
-        builder.cast_impl = original
-
-
-@pytest.fixture(scope="module")
 def tree_sums() -> Iterator[None]:
     """Make the interpreter add up in a tree along every axis, as GPUs do.
 

@@ -8,7 +8,7 @@ import torch
 
 from fusedops import add_rms_norm, layer_norm, rms_norm
 
-pytestmark = pytest.mark.usefixtures("bf16_rounding", "tree_sums")
+pytestmark = pytest.mark.usefixtures("tree_sums")
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -40,6 +40,15 @@ def test_sum_is_rounded_before_it_is_normalised_in_chunks(small_blocks, device):
     y, _ = add_rms_norm(x, residual, None, 1e-6, out_dtype=FP32)
     rstd = (65536 + hidden_size - 1) / hidden_size
     torch.testing.assert_close(y[1].item(), rstd**-0.5, rtol=1e-6, atol=0)
+
+
+def test_sums_halfway_between_two_bf16_numbers_go_to_the_even_one(device):
+    a = torch.randn(64, 256).to(device, BF16)
+    b = torch.ldexp(a, torch.randint(-9, 0, a.shape, device=device)).to(BF16)
+    _, summed = add_rms_norm(a, b)
+    assert torch.equal(summed, b + a)
+    halfway = (a.float() + b.float()).view(torch.int32) & 0xFFFF == 0x8000
+    assert halfway.float().mean() > 0.01
 
 
 def test_cast_orders_differ_in_a_quarter_of_bf16_elements(device):

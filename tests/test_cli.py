@@ -100,6 +100,13 @@ def test_compare_proves_the_tiny_models(run: Run, path: str, tmp_path: Path, mod
     )
 
 
+@pytest.mark.usefixtures("kernels_run")
+def test_compare_proves_bf16_under_the_interpreter_too(run: Run, path: str) -> None:
+    done = run("compare", "tiny-llama", "--dtype", "bf16", "--continuation", 0)
+    assert done.status == 0, done.out + done.err
+    assert f"parity holds: 7 fused calls through {path}" in done.out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_without_a_gpu_the_kernels_run_under_the_interpreter() -> None:
     pytest.importorskip("triton")

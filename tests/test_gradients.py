@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fusedops
 
-pytestmark = pytest.mark.usefixtures("bf16_rounding", "tree_sums")
+pytestmark = pytest.mark.usefixtures("tree_sums")
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

@@ -11,8 +11,6 @@ from torch import nn
 
 import fusedops
 
-pytestmark = pytest.mark.usefixtures("bf16_rounding")
-
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 PARENTS = {

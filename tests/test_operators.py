@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import fusedops
 
-pytestmark = pytest.mark.usefixtures("bf16_rounding", "tree_sums")
+pytestmark = pytest.mark.usefixtures("tree_sums")
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = [FP16, BF16, FP32, FP64]

@@ -14,8 +14,6 @@ from torch.utils.checkpoint import (
 
 import fusedops
 
-pytestmark = pytest.mark.usefixtures("bf16_rounding")
-
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 EPS = 1e-5
