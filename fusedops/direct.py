@@ -10,12 +10,20 @@ does not pass. The next call that fits launches the kernel with no more than tha
 no dispatcher, and not Triton's own binder. Whatever does not fit returns None before anything is
 allocated, and the caller takes the general way.
 
+What is done for every call stands here in Python, and once more in direct.c: in a whole model,
+where other code has filled the processor's caches since the last call, a line of Python costs
+several times what it costs in a loop. The C is compiled at the first plan, by Triton's builder and
+into its cache; where there is no compiler, or with FUSEDOPS_NATIVE=0, the Python runs.
+
 What Triton specialises on is what the guard and the plan's key compare, and that pointers are
 16-byte aligned and tensors contiguous, so that no stride varies.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +34,16 @@ from fusedops import dispatch, reference
 if TYPE_CHECKING:
     from fusedops.autograd import Spec
 
-__all__ = ["Caller", "Plan", "find", "launch_training", "norm", "remember"]
+__all__ = [
+    "Caller",
+    "Plan",
+    "asked",
+    "find",
+    "launch_training",
+    "load_native",
+    "norm",
+    "remember",
+]
 
 TESTED_TRITON = ("3.6", "3.7")
 """Releases whose compiled kernels are known to be launched as `Kernel.launch` does."""
@@ -67,7 +84,32 @@ class Plan:
     spec: "Spec"
 
     def caller(self) -> Any:
-        """A function of (x, residual, weight, bias) that gives (y, summed), or None.
+        """A function of (x, residual, weight, bias) that gives (y, summed), or None."""
+        native = load_native()
+        if native is None:
+            return self.python_caller()
+        return native.Caller(
+            check=self.check,
+            grad=self.grad,
+            train=self.train,
+            hooks=self.hooks,
+            launch=self.kernel.launch,
+            head=self.kernel.head,
+            tail=self.kernel.tail,
+            y_dtype=self.y_dtype,
+            sum_dtype=self.sum_dtype,
+            eps=self.eps,
+            spec=self.spec,
+            plan=self,
+            n_cols=self.n_cols,
+            block_rows=self.kernel.block_rows,
+            device=self.device,
+            has_weight=self.has_weight,
+            has_bias=self.has_bias,
+        )
+
+    def python_caller(self) -> Any:
+        """`caller`, in Python.
 
         What does not change stands in its closure, which is read quicker than attributes are.
         """
@@ -170,6 +212,48 @@ def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.
 
 # What the compiler's generated code allocates with: half the time, for it parses less.
 _empty: Any = getattr(_guards, "_empty_strided_cuda", _empty_strided)
+
+
+NATIVE = os.environ.get("FUSEDOPS_NATIVE", "1") not in ("", "0")
+"""FUSEDOPS_NATIVE=0, read at import, leaves the C out."""
+
+call_module: Any = None
+ready_norm: Any = None
+"""direct.c's functions of these names once it is loaded, for patched norms."""
+
+asked: dict[str, Any] = {
+    "is_grad_enabled": _is_grad_enabled,
+    "function_modes": _function_modes,
+    "current_device": _current_device,
+    "current_stream": _current_stream,
+    "empty": _empty,
+    "counters": _counters,
+    "forward_ad": vars(_forward_ad),
+    "data_ptr": Tensor.data_ptr,
+    "is_contiguous": Tensor.is_contiguous,
+    "numel": Tensor.numel,
+    "stride": Tensor.stride,
+}
+"""What the C asks, by name; integrations add what `call_module` needs."""
+
+
+@cache
+def load_native() -> Any:
+    """The compiled direct.c, or None where it cannot be had, which is logged."""
+    global call_module, ready_norm
+    if not NATIVE:
+        return None
+    try:
+        from triton.runtime.build import compile_module_from_src
+
+        source = Path(__file__).with_name("direct.c").read_text()
+        native: Any = compile_module_from_src(source, "fusedops_direct")
+        native.configure(**asked)
+    except Exception as error:  # no compiler, no headers, a Triton that builds otherwise
+        dispatch.log_once(f"calls are launched by Python: direct.c cannot be compiled ({error})")
+        return None
+    call_module, ready_norm = native.call_module, native.ready_norm
+    return native
 
 
 def norm(

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
+from fusedops import direct
 from fusedops.integrations.norms import READY, SPEC
 from fusedops.integrations.stream import (
     BLOCK,
@@ -106,8 +107,12 @@ def _generate(original: Any, kind: Kind) -> type:
             if type(x) is ResidualStream:
                 if SPEC in self.__dict__:
                     return call_norm(original.__call__, self, x)
-            elif type(x) is Tensor and type(self) is cls:
-                y = call_unhooked(self, x)
+            # (Export without dynamo traces, which no guard passes.)
+            elif type(x) is Tensor and type(self) is cls and not is_dynamo_compiling():
+                native = direct.call_module
+                y = None if native is None else native(self, x)
+                if y is None:
+                    y = call_unhooked(self, x)
                 if y is not None:
                     return y
         return call_guard(self, *args, **kwargs)

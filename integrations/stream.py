@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as torch_module
 
+from fusedops import direct
 from fusedops.integrations.norms import (
     READY,
     SPEC,
@@ -262,6 +262,7 @@ class _Slot(threading.local):
 
 
 _slot = _Slot()
+direct.asked.update(slot=_slot, any_global_hook=any_global_hook)
 
 
 def _forget(tensor: "weakref.ref[Tensor]") -> None:
@@ -666,7 +667,7 @@ def _fuse(norm: nn.Module, stream: ResidualStream) -> Tensor | None:
     versions = stream._versions
     if versions is not None and versions != (base._version, delta._version):
         _check_versions(stream)
-    done: Any = ready_norm(norm, delta, base)
+    done: Any = (direct.ready_norm or ready_norm)(norm, delta, base)
     if done is None:
         if not (base.is_contiguous() and delta.is_contiguous()):
             return None
@@ -705,7 +706,6 @@ def call_unhooked(norm: nn.Module, x: Tensor) -> Tensor | None:
         or "forward" in state
         or state.get("_compiled_call_impl") is not None
         or any_global_hook()
-        or is_dynamo_compiling()  # export without it traces, which no guard passes
     ):
         return None
     if _slot.held is not None:

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The direct path without a GPU: a recording function stands for the compiled kernel.
+
+That the real kernels are launched right is what the GPU tests of test_cases.py show.
+"""
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from fusedops import direct, dispatch
+from fusedops.autograd import Spec, apply_directly
+from fusedops.integrations import norms, patch, stream, unpatch
+
+H = 24
+
+
+class Chain:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+
+class Hooks:
+    def __init__(self) -> None:
+        self.launch_enter_hook, self.launch_exit_hook = Chain(), Chain()
+
+
+class Launch:
+    """Records the launches that are asked of it."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        self.made.append(arguments)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the direct path take CPU tensors, which report device -1."""
+    monkeypatch.setattr(direct, "_current_device", torch.zeros(1).get_device)
+    monkeypatch.setattr(direct, "_current_stream", abs)
+    monkeypatch.setattr(direct, "_empty", torch._C._dynamo.guards._empty_strided_cpu)
+
+
+@pytest.fixture(scope="module")
+def native() -> Iterator[Any]:
+    """direct.c, compiled."""
+    pytest.importorskip("triton")
+    from triton.runtime.build import compile_module_from_src
+
+    source = Path(direct.__file__).with_name("direct.c").read_text()
+    try:
+        module: Any = compile_module_from_src(source, "fusedops_direct")
+    except (subprocess.CalledProcessError, RuntimeError) as error:
+        pytest.skip(f"no C compiler with Python's headers: {error}")
+    yield module
+    module.configure(**direct.asked)
+
+
+Plans = tuple[direct.Plan, Any, Launch, Hooks]
+
+
+@pytest.fixture(params=["python", "native"])
+def make(request: pytest.FixtureRequest, native: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plans calls like one with the given tensors: (plan, caller, launch, hooks)."""
+    used = native if request.param == "native" else None
+    monkeypatch.setattr(direct, "load_native", lambda: used)
+    replaced = ("current_device", "current_stream", "empty")
+    native.configure(**direct.asked | {name: getattr(direct, f"_{name}") for name in replaced})
+
+    def plan(
+        x: Tensor, residual: Any = None, weight: Any = None, bias: Any = None, train: Any = None
+    ) -> Plans:
+        rows = [t for t in (x, residual) if t is not None]
+        vectors = [t for t in (weight, bias) if t is not None]
+        guard = direct._guards.TensorGuards(
+            *rows,
+            *vectors,
+            dynamic_dims_sizes=[*([None, H] for _ in rows), *([H] for _ in vectors)],
+            dynamic_dims_strides=[*([None, None] for _ in rows), *([1] for _ in vectors)],
+        )
+        launch, hooks = Launch(), Hooks()
+        made = direct.Plan(
+            check=guard.check,
+            grad=torch.is_grad_enabled(),
+            train=train,
+            kernel=direct.Kernel(launch, ("head", 1), (2, "tail"), 4, None),
+            has_weight=weight is not None,
+            has_bias=bias is not None,
+            n_cols=H,
+            device=-1,
+            y_dtype=torch.float16,
+            sum_dtype=None if residual is None else torch.float64,
+            mean_dtype=torch.float32,
+            rstd_dtype=torch.float32,
+            hooks=hooks,
+            eps=1e-5,
+            spec=Spec(True, False, 0.0, torch.float16, True),
+        )
+        return made, made.caller(), launch, hooks
+
+    return plan
+
+
+def tensors(*, adds: bool = True, vectors: int = 2) -> list[Tensor | None]:
+    x = torch.randn(9, H)
+    return [
+        x,
+        torch.randn(9, H) if adds else None,
+        torch.randn(H) if vectors else None,
+        torch.randn(H) if vectors == 2 else None,
+    ]
+
+
+@pytest.mark.parametrize("vectors", [0, 1, 2])
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_call_is_launched_on_its_pointers(make: Any, adds: bool, vectors: int) -> None:
+    given = tensors(adds=adds, vectors=vectors)
+    with torch.no_grad():
+        _, call, launch, _ = make(*given)
+        y, summed = call(*given)
+    assert y.shape == (9, H)
+    assert y.dtype == torch.float16
+    assert (summed is None) is not adds
+    assert summed is None or (summed.dtype, summed.shape) == (torch.float64, (9, H))
+    pointers = [None if t is None else t.data_ptr() for t in (*given, y, summed)]
+    assert launch.made == [(3, 1, 1, 1, "head", 1, *pointers, None, None, 9, 2, "tail")]
+
+
+def test_a_training_call_goes_through_the_function(make: Any) -> None:
+    given = tensors()
+    leaves = [t.clone().requires_grad_() for t in given if t is not None]
+    plan, call, launch, _ = make(*leaves, train=apply_directly)
+    y, summed = call(*leaves)
+    assert y.requires_grad
+    assert summed.requires_grad
+    assert y.grad_fn is summed.grad_fn
+    (arguments,) = launch.made
+    pointers = tuple(t.data_ptr() for t in (*leaves, y, summed))
+    assert arguments[6:12] == pointers
+    assert None not in arguments[12:14]  # the statistics
+    with torch.no_grad():  # another grad mode
+        assert call(*leaves) is None
+    _, alone, launch, _ = make(leaves[0], None, leaves[2], train=apply_directly)
+    y, summed = alone(leaves[0], None, leaves[2], None)
+    assert y.requires_grad
+    assert summed is None
+    assert plan.train is apply_directly
+
+
+def test_what_does_not_fit_is_not_launched(make: Any) -> None:
+    x, residual, weight, bias = given = tensors()
+    assert x is not None and residual is not None and weight is not None and bias is not None
+    _, call, launch, hooks = make(*given)
+    storage = torch.randn(9 * H + 1)
+    wrong = {
+        "misaligned": [storage[1:].view(9, H), residual, weight, bias],
+        "strided": [torch.randn(9, 2 * H)[:, ::2], residual, weight, bias],
+        "strided residual": [x, torch.randn(H, 9).t(), weight, bias],
+        "another shape": [x, torch.randn(8, H), weight, bias],
+        "no rows": [x[:0], residual[:0], weight, bias],
+        "another width": [torch.randn(9, 8), torch.randn(9, 8), weight, bias],
+        "another rank": [x[None], residual[None], weight, bias],
+        "another dtype": [x.half(), residual, weight, bias],
+        "weight of another dtype": [x, residual, weight.half(), bias],
+        "no weight": [x, residual, None, bias],
+        "no bias": [x, residual, weight, None],
+        "no tensor": ["x", residual, weight, bias],
+        "a gradient needed": [x.clone().requires_grad_(), residual, weight, bias],
+        "a parameter": [x, residual, nn.Parameter(weight), bias],
+        "negated": [torch._neg_view(x), residual, weight, bias],
+        "no values": [torch._efficientzerotensor((9, H)), residual, weight, bias],
+        "functional": [torch._to_functional_tensor(x), residual, weight, bias],
+    }
+    for reason, arguments in wrong.items():
+        assert call(*arguments) is None, reason
+    with torch.inference_mode():
+        assert call(*given) is None
+    with torch.autocast("cpu"):
+        assert call(*given) is None
+    with FlopCounterMode(display=False):
+        assert call(*given) is None
+    with dispatch.count_calls():
+        assert call(*given) is None
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        assert call(*given) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert call(*given) is None
+    seen = []
+    torch.func.vmap(lambda t: (seen.append(call(*given)), t)[1])(torch.randn(2))
+    torch.func.grad(lambda t: (seen.append(call(*given)), t.sum())[1])(torch.randn(2))
+    assert seen == [None, None]
+    for chain in (hooks.launch_enter_hook, hooks.launch_exit_hook):
+        chain.calls.append(print)
+        assert call(*given) is None
+        chain.calls.clear()
+    assert launch.made == []
+    assert call(*given) is not None
+
+
+def test_errors_come_through_and_nothing_leaks(make: Any) -> None:
+    given = tensors()
+    plan, call, launch, _ = make(*given)
+    launch.made = None  # recording fails
+    with pytest.raises(AttributeError, match="append"):
+        call(*given)
+    launch.made = []
+    with pytest.raises(TypeError):
+        call(given[0])
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(thing) is Tensor for thing in gc.get_objects())
+
+    def counts() -> list[int]:
+        held = [*given, plan, plan.y_dtype, plan.spec, direct._empty, None]
+        return [sys.getrefcount(thing) for thing in held if thing is not None]
+
+    before, objects = counts(), alive()
+    for _ in range(500):
+        call(*given)
+        call(given[0][1:], *given[1:])  # type: ignore[index]
+        launch.made.clear()
+    assert counts() == before
+    assert alive() == objects
+
+
+class Ready:
+    """As `norms.Ready`."""
+
+    def __init__(self, call: Any, add_call: Any, eps: Any) -> None:
+        self.call, self.add_call, self.eps, self.eps_name = call, add_call, eps, "eps"
+        self.weight, self.bias = "weight", "bias"
+
+
+def test_patched_norms_are_called_from_c(native: Any) -> None:
+    """`call_module` and `ready_norm` decide as their Python twins do."""
+    norm = nn.LayerNorm(H)
+    patch(norm)
+    x, calls = torch.randn(3, H), []
+
+    def record(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return "y", "summed"
+
+    native.configure(slot=stream._slot, any_global_hook=stream.any_global_hook)
+    state = vars(norm)
+    assert native.call_module(norm, x) is None
+    state[norms.READY] = None
+    assert native.call_module(norm, x) is None
+    state[norms.READY] = Ready(record, record, norm.eps)
+    python = (stream.call_unhooked, norms.ready_norm)
+    for call_module, ready_norm in ((native.call_module, native.ready_norm), python):
+        calls.clear()
+        assert call_module(norm, x) == "y"
+        assert ready_norm(norm, x, None) == ("y", "summed")
+        assert ready_norm(norm, x, x) == ("y", "summed")
+        assert calls[0] == calls[1] == (x, None, norm.weight, norm.bias)
+        assert calls[2] == (x, x, norm.weight, norm.bias)
+
+        for register in (
+            norm.register_forward_hook,
+            norm.register_forward_pre_hook,
+            norm.register_full_backward_hook,
+            norm.register_full_backward_pre_hook,
+        ):
+            handle = register(lambda *_: None)
+            assert call_module(norm, x) is None
+            handle.remove()
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        assert call_module(norm, x) is None
+        handle.remove()
+        state["forward"] = norm.forward
+        assert call_module(norm, x) is None
+        del state["forward"]
+        assert call_module(norm, x) == "y"
+
+        eps, norm.eps = norm.eps, 0.5
+        assert call_module(norm, x) is ready_norm(norm, x, None) is None
+        norm.eps = eps
+        state[norms.READY].add_call = None
+        assert ready_norm(norm, x, x) is None
+        state[norms.READY].add_call = record
+    stream._slot.held = object()  # something is handed over: for Python to look at
+    assert native.call_module(norm, x) is None
+    stream._slot.held = None
+    with pytest.raises(TypeError):
+        native.call_module(norm)
+    with pytest.raises(AttributeError):
+        native.call_module(object(), x)
+    del state[norms.READY]
+    unpatch(norm)
+
+
+def test_without_a_compiler_python_launches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build = pytest.importorskip("triton.runtime.build")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(build, "compile_module_from_src", fail)
+    monkeypatch.setattr(dispatch, "_logged", set())
+    direct.load_native.cache_clear()
+    try:
+        with caplog.at_level("INFO", logger="fusedops"):
+            assert direct.load_native() is None
+        assert "direct.c cannot be compiled (no compiler here)" in caplog.text
+        assert direct.call_module is None
+    finally:
+        direct.load_native.cache_clear()
