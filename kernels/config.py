@@ -82,9 +82,15 @@ FORWARD = {  # (centered, adds) -> rows that fill their block, rows that do not
     (True, True): (FORWARD_ADD_LAYER, FORWARD_ADD_LAYER | MASKED_ADD_LAYER),
 }
 
-# Triton's interpreter takes its time a program, whatever the tile: 0.84 s for 64 x 576 with one row
-# a program, 0.05 s with 16. Rows do not see each other, so no result changes.
-MIN_BLOCK_ROWS = 16 if triton.knobs.runtime.interpret else 1
+
+def least_rows(block_size: int) -> int:
+    """The fewest rows a tile holds: more than one only under Triton's interpreter.
+
+    The interpreter takes its time a program and little for the tile: 0.84 s for 64 x 576 with one
+    row a program, 0.05 s with 16. Rows do not see each other, so no row's result changes.
+    """
+    return max(16, 4096 // block_size) if triton.knobs.runtime.interpret else 1
+
 
 # Shared memory a program may take: what sm_86, sm_89 and sm_120 have.
 SHARED_MEMORY = 99 * 1024
@@ -102,7 +108,7 @@ def forward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> La
     table = FORWARD[centered, adds][block_size != n_cols]
     # fp64 takes two registers a value.
     block_rows, num_warps = table[max(64, block_size * (2 if itemsize == 8 else 1))]
-    block_rows = max(block_rows, MIN_BLOCK_ROWS)
+    block_rows = max(block_rows, least_rows(block_size))
     return LaunchConfig(block_rows, block_size, num_warps)
 
 
@@ -120,7 +126,7 @@ def backward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> L
     else:
         narrow = 512 <= block_size <= 4096 and (centered or masked or block_size <= 1024)
     tile, num_warps, programs_per_sm = (4096, 4, 2) if narrow else (8192, 8, 1)
-    block_rows = max(MIN_BLOCK_ROWS, min(64, 2 * tile // (itemsize * block_size)))
+    block_rows = max(least_rows(block_size), min(64, 2 * tile // (itemsize * block_size)))
     # The pipeline buffers two tiles of each input.
     buffers = 2 * (3 if adds else 2) * block_rows * block_size * itemsize
     num_stages = 3 if buffers <= SHARED_MEMORY else 1
