@@ -264,7 +264,8 @@ static PyTypeObject CallerType = {
     .tp_dealloc = caller_dealloc,
 };
 
-// Whether calling the module with this __dict__ is more than running its class's forward.
+// Whether calling the module with this __dict__ is more than running its class's forward, be it for
+// a global hook.
 static int is_hooked(PyObject *state) {
     PyObject *const hooks[] = {s__forward_pre_hooks, s__forward_hooks, s__backward_hooks,
                                s__backward_pre_hooks};
@@ -343,6 +344,16 @@ static PyObject *ready_norm(PyObject *unused, PyObject *const *args, Py_ssize_t 
     return result;
 }
 
+// (module) -> whether calling it is more than running its class's forward, or a global hook exists.
+static PyObject *module_is_hooked(PyObject *unused, PyObject *module) {
+    if (any_global_hook == NULL) Py_RETURN_TRUE;
+    PyObject *state = state_of(module);
+    if (state == NULL) return NULL;
+    int answer = is_hooked(state);
+    Py_DECREF(state);
+    return answer < 0 ? NULL : PyBool_FromLong(answer);
+}
+
 // (norm, x) -> y, or None.
 static PyObject *call_module(PyObject *unused, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 2) {
@@ -377,6 +388,7 @@ static PyObject *configure(PyObject *unused, PyObject *args, PyObject *kwargs) {
 
 static PyMethodDef methods[] = {
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"is_hooked", module_is_hooked, METH_O, NULL},
     {"ready_norm", (PyCFunction)(void (*)(void))ready_norm, METH_FASTCALL, NULL},
     {"call_module", (PyCFunction)(void (*)(void))call_module, METH_FASTCALL, NULL},
     {NULL},

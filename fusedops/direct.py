@@ -218,6 +218,7 @@ NATIVE = os.environ.get("FUSEDOPS_NATIVE", "1") not in ("", "0")
 """FUSEDOPS_NATIVE=0, read at import, leaves the C out."""
 
 call_module: Any = None
+is_hooked: Any = None
 ready_norm: Any = None
 """direct.c's functions of these names once it is loaded, for patched norms."""
 
@@ -240,7 +241,7 @@ asked: dict[str, Any] = {
 @cache
 def load_native() -> Any:
     """The compiled direct.c, or None where it cannot be had, which is logged."""
-    global call_module, ready_norm
+    global call_module, is_hooked, ready_norm
     if not NATIVE:
         return None
     try:
@@ -252,7 +253,7 @@ def load_native() -> Any:
     except Exception as error:  # no compiler, no headers, a Triton that builds otherwise
         dispatch.log_once(f"calls are launched by Python: direct.c cannot be compiled ({error})")
         return None
-    call_module, ready_norm = native.call_module, native.ready_norm
+    call_module, is_hooked, ready_norm = native.call_module, native.is_hooked, native.ready_norm
     return native
 
 

@@ -49,6 +49,7 @@ __all__ = [
     "as_tensor",
     "call_norm",
     "call_unhooked",
+    "is_small",
     "run_block",
     "run_plain_norm",
     "watch_block",
@@ -105,6 +106,7 @@ class BlockState:
         "outer",
         "plain",
         "small",
+        "small_at_first",
         "sources",
         "successor",
         "wraps_norms",
@@ -135,6 +137,7 @@ class BlockState:
         self.missed = 0  # of these, those whose norm was not called as foreseen
         self.plain: Counter[str] = Counter()  # reason -> adds done by themselves
         self.small = 0  # forwards whose hidden states were too small for streams
+        self.small_at_first = 0  # min_elements, where the first argument alone decides
 
     def __reduce__(self) -> Any:
         return BlockState, (self.block_class, self.min_elements), self.around()
@@ -610,7 +613,7 @@ def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
             state.learn(stream._key)
         elif state.entry_norm is None:
             state.entry_norm = weakref.ref(norm)
-    if block_call.global_hooks or is_hooked(norm):
+    if block_call.global_hooks or (direct.is_hooked or is_hooked)(norm):
         if delta is not None:
             _finish(stream, "a hook on the norm")
         return call(norm, as_tensor(stream))
@@ -785,6 +788,8 @@ def watch_block(
     output = run_block(forward, block, state, args, kwargs, keys, watch)
     if state.calls > forwards:
         state.learned.add(block.training)
+        if not block.training and state.argument_keys[:1] == (0,):
+            state.small_at_first = state.min_elements
     return output
 
 
@@ -807,15 +812,7 @@ def run_block(
         if type(value) is not Tensor or value.dtype not in FLOATS:
             continue
         if call is None:
-            # Where gradients are recorded a fused add spares work in the backward, too, and a
-            # captured graph keeps the launches alone.
-            if (
-                value.numel() < state.min_elements
-                and watch is None
-                and value.is_cuda
-                and not _is_grad_enabled()
-                and not _is_capturing()
-            ):
+            if watch is None and is_small(value, state.min_elements):
                 state.small += 1
                 return forward(block, *args, **kwargs)
             if not _may_stream(state, value):
@@ -859,9 +856,18 @@ def run_block(
     return output
 
 
+def is_small(x: Tensor, min_elements: int) -> bool:
+    """Whether an add takes the GPU less time than a stream takes the CPU.
+
+    Where gradients are recorded a fused add spares work in the backward, too, and a captured graph
+    keeps the launches alone.
+    """
+    return x.numel() < min_elements and x.is_cuda and not _is_grad_enabled() and not _is_capturing()
+
+
 def _may_stream(state: BlockState, x: Tensor) -> bool:
     return (
-        operators_serve(x)
+        (x.is_cuda or operators_serve(x))
         and not _dispatch_modes()
         and not _function_modes()
         and _transforms() is None
@@ -910,7 +916,7 @@ def _leave_stream(block: nn.Module, stream: ResidualStream) -> Tensor:
         or hooks["_backward_pre_hooks"]
         or call.global_hooks
         or state.outer
-        or is_hooked(norm)
+        or (direct.is_hooked or is_hooked)(norm)
         or _is_inference_mode()
         or _is_grad_enabled()
     ):

@@ -281,7 +281,9 @@ def test_patched_norms_are_called_from_c(native: Any) -> None:
         ):
             handle = register(lambda *_: None)
             assert call_module(norm, x) is None
+            assert native.is_hooked(norm)
             handle.remove()
+            assert not native.is_hooked(norm)
         handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
         assert call_module(norm, x) is None
         handle.remove()
@@ -317,6 +319,7 @@ def test_without_a_compiler_python_launches(
 
     monkeypatch.setattr(build, "compile_module_from_src", fail)
     monkeypatch.setattr(dispatch, "_logged", set())
+    monkeypatch.setattr(direct, "call_module", None)
     direct.load_native.cache_clear()
     try:
         with caplog.at_level("INFO", logger="fusedops"):
