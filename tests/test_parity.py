@@ -6,9 +6,11 @@ that is fast, and what is tested here is the comparison.
 """
 
 import copy
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -567,6 +569,42 @@ def test_table_says_what_matters(report: ParityReport) -> None:
     ):
         assert part in text
     assert text.splitlines()[-1] == report.verdict
+
+
+def test_gradients_over_few_tokens_are_allowed_for_chance(report: ParityReport) -> None:
+    """Tiny fp16 models reached 1.10 in one of twenty seeds, with bit-equal logits."""
+
+    def judged(tokens: int, factor: float) -> str:
+        drift = [replace(g, patched_to_fp32=factor, unpatched_to_fp32=1.0) for g in gradients]
+        return replace(report, tokens=tokens, gradients=drift).outcome
+
+    gradients = report.gradients
+    assert gradients is not None
+    assert judged(64, 1.10) == "holds"
+    assert judged(64, 1.24) == "fails"
+    assert judged(4096, 1.06) == "holds"
+    assert judged(4096, 1.10) == "fails"
+
+
+@pytest.mark.usefixtures("reference_path")
+@pytest.mark.parametrize("sabotage", [{"eps": 1e-2}, {"weight_offset": 0.05}])
+def test_gradients_of_a_wrong_norm_fail(
+    llama: Model, ids: Tensor, sabotage: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Judged by the gradients alone, at as few tokens as are judged at all."""
+    for name in ("rms_norm", "add_rms_norm"):
+        original = getattr(functional, name)
+
+        def wrong(*args: Any, original: Any = original, **options: Any) -> Any:
+            signature = inspect.signature(original)
+            bound = signature.bind(*args, **options)
+            bound.arguments.update(sabotage)
+            return original(*bound.args, **bound.kwargs)
+
+        monkeypatch.setattr(functional, name, wrong)
+    report = check_parity(llama(torch.bfloat16), ids[:, :32], backward=True)
+    assert report.tokens == MIN_TOKENS
+    assert any("gradients are" in failure for failure in report._gradient_failures()), str(report)
 
 
 def test_json_holds_the_report(report: ParityReport, tmp_path: Path) -> None:
