@@ -160,7 +160,7 @@ def sources() -> set[str]:
         f"{place}/{path.name}"
         for folder, place in PACKAGES.items()
         for path in (ROOT / folder).iterdir()
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".c") or path.name == "py.typed"
     }
 
 
@@ -170,7 +170,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         (licence,) = (name for name in archive.namelist() if name.endswith("LICENSE"))
         assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
     assert names == sources()
-    assert "fusedops/py.typed" in names
+    assert {"fusedops/py.typed", "fusedops/direct.c"} <= set(names)
     assert "fusedops/kernels/__init__.py" not in names
 
 
