@@ -64,6 +64,10 @@ def kernel_obstacle(tensor: Tensor) -> str | None:
         return TRITON_OBSTACLE
     if tensor.device.type == "cuda" or (tensor.device.type == "cpu" and INTERPRETED):
         return None
+    if tensor.device.type == "cpu":
+        return (
+            "no kernels for device type 'cpu'; with TRITON_INTERPRET=1 set they run there, slowly"
+        )
     return f"no kernels for device type {tensor.device.type!r}"
 
 

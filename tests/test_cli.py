@@ -350,6 +350,13 @@ def test_info_says_why_the_reference_runs(run: Run, monkeypatch: pytest.MonkeyPa
     )
 
 
+def test_info_says_how_kernels_run_on_a_cpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    found = json.loads(run("info", "--json").out)["operators"]["rms_norm"]["cpu"]
+    assert found["path"] == "reference"
+    assert "TRITON_INTERPRET=1" in found["why"]
+
+
 def test_version(run: Run) -> None:
     done = run("--version")
     assert (done.status, done.out.strip()) == (0, fusedops.__version__)
