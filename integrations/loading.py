@@ -256,12 +256,26 @@ def _pretrained(
 
         model_class: Any = AutoModelForCausalLM
     else:
+        if not Path(folder).is_dir() and not _hub_answers(folder):
+            options["local_files_only"] = True  # what is cached, without half a minute of retries
         config = AutoConfig.from_pretrained(folder, **options)
         model_class = _model_class(config)
         _require_memory(name, _weight_bytes(Path(folder), dtype, config), device)
     model = model_class.from_pretrained(folder, dtype=dtype, **options)
     model = model.to(device).eval()
     return LoadedModel(model, name, _tokenizer(folder, options))
+
+
+def _hub_answers(name: str) -> bool:
+    """Whether the hub can be reached; only a connection that fails at once says that it cannot."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except Exception as error:  # of httpx or of requests, as huggingface_hub's release has it
+        kinds = {base.__name__ for base in type(error).__mro__}
+        return kinds.isdisjoint({"ConnectError", "ConnectionError"}) or "Timeout" in kinds
+    return True
 
 
 def _model_class(config: Any) -> Any:
@@ -320,7 +334,8 @@ def _readable_errors(name: str, device: torch.device) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, RuntimeError) and "not enough memory" in str(error):
             raise LoadingError(f"not enough memory on {device} for {name}") from error
-        hint = "" if "/" in name else f" (built in: {', '.join(BUILT_IN)})"
+        unknown = "/" not in name and not Path(name).expanduser().exists()
+        hint = f" (built in: {', '.join(BUILT_IN)})" if unknown else ""
         raise LoadingError(
             f"cannot load {name}: {type(error).__name__}: {one_line(error)}{hint}"
         ) from error

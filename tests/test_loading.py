@@ -238,6 +238,69 @@ def test_every_failure_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_only_unknown_names_are_told_what_is_built_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LoadingError, match=r"built in: tiny-llama, "):
+        load("no-such-model-anywhere")
+    Path("broken").mkdir()
+    Path("broken/config.json").write_text("{")
+    Path("broken.gguf").write_bytes(b"GGUF")
+    for name in ("broken", "broken.gguf"):
+        with pytest.raises(LoadingError) as caught:
+            load(name)
+        assert "built in" not in str(caught.value)
+
+
+class ConnectError(Exception):
+    """As httpx calls it."""
+
+
+class Timeout(Exception):
+    """As requests calls it."""
+
+
+class ConnectTimeout(ConnectionError, Timeout):
+    """As requests calls it; a slow network is no missing one."""
+
+
+@pytest.mark.parametrize(
+    ("error", "local"),
+    [
+        (ConnectError("no route"), True),
+        (ConnectionError("offline"), True),
+        (ConnectTimeout("slow"), False),
+        (ValueError("404"), False),
+        (None, False),
+    ],
+)
+def test_hub_that_cannot_be_reached_is_asked_once(
+    error: Exception | None, local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    import transformers
+
+    asked: list[str] = []
+    seen: list[bool] = []
+
+    def answer(url: str) -> None:
+        asked.append(url)
+        if error is not None:
+            raise error
+
+    def stop(folder: str, **options: Any) -> None:
+        seen.append(options.get("local_files_only", False))
+        raise OSError("enough")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answer)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", stop)
+    with pytest.raises(LoadingError, match="enough"):
+        load("nobody/no-such-model")
+    assert len(asked) == 1
+    assert seen == [local]
+
+
 def test_truncated_weights_are_one_line(saved: Path, tmp_path: Path) -> None:
     for file in saved.iterdir():
         content = file.read_bytes()
