@@ -232,7 +232,7 @@ def _compare(
     calls: dict[str, dict[str, int]] = {}
     for (operator, path), count in sorted(counted.items()):
         calls.setdefault(operator, {})[path] = count
-    obstacle = dispatch.kernel_obstacle(unpatched.output) or "no patched norm called one"
+    obstacle = dispatch.kernel_obstacle(unpatched.output) or _unproven(subject, patch_report)
     output, kept = unpatched.output, subject.kept(unpatched.output)
     is_logits = unpatched.output_name == "logits"
     rows = output.shape[:-1].numel() if kept is None else int(kept.sum())
@@ -263,6 +263,18 @@ def _compare(
     )
     on_step("done", total, total)
     return report
+
+
+def _unproven(subject: _Subject, report: PatchReport | None) -> str:
+    """Why no patched norm called an operator, where the kernels could have run."""
+    dtypes = {str(dtype).removeprefix("torch.") for dtype in subject.dtypes}
+    proven = {pair.split("/")[0] for row in report.norms for pair in row.dtypes} if report else None
+    if proven is None or not dtypes.isdisjoint(proven):
+        return "no patched norm called one"
+    return (
+        f"the norms are proven equal in {', '.join(sorted(proven))}, not in "
+        f"{', '.join(sorted(dtypes))}, and run their own code"
+    )
 
 
 def _no_step(what: str, done: int, total: int) -> None:

@@ -93,7 +93,8 @@ class FusedRow:
 class PatchReport:
     """What `patch` found in a model. Printing it gives tables.
 
-    ``model`` is the model's class; ``norms`` holds a row for each class of norm and treatment.
+    ``model`` is the model's class; ``norms`` holds a row for each class of norm and treatment,
+    those that were proven in other dtypes apart; the printed table puts them together.
     ``fused`` counts, at the time when it is read, the adds of each class of block.
     """
 
@@ -150,14 +151,17 @@ class PatchReport:
         }
 
     def __str__(self) -> str:
-        rows = [[row.norm_class, row.count, row.describe()] for row in self.norms]
+        counts: Counter[tuple[str, str]] = Counter()  # rows that differ in dtypes alone become one
+        for row in self.norms:
+            counts[row.norm_class, row.describe()] += row.count
+        rows = [[norm_class, count, now] for (norm_class, now), count in counts.items()]
         title = f"{self.model}: {self.patched} norms patched, {self.left_alone} left alone"
         text = title + "\n" + plain_table(["norm class", "count", "now"], rows)
         if self.blocks:
             headers = ["block class", "blocks", "fused inside", "across", "plain", "why plain"]
-            counts = [
+            adds = [
                 [row.block_class, row.blocks, row.inside, row.across, row.plain, row.why]
                 for row in self.fused
             ]
-            text += "\n\nresidual adds so far\n" + plain_table(headers, counts)
+            text += "\n\nresidual adds so far\n" + plain_table(headers, adds)
         return text

@@ -296,6 +296,15 @@ def test_no_fused_call_is_no_proof(
     assert report.outcome == "not proven"
     assert not report.ok
     assert "no kernels for device type 'cpu'" in report.verdict
+    assert "TRITON_INTERPRET=1" in report.verdict
+
+
+def test_dtype_that_no_norm_was_proven_in_is_named(
+    llama: Model, ids: Tensor, device: str, kernels_run: None
+) -> None:
+    report = check_parity(llama(torch.float64).to(device), ids, continuation=0)
+    assert report.outcome == "not proven"
+    assert "proven equal in bfloat16, float16, float32, not in float64" in report.verdict
 
 
 @pytest.mark.usefixtures("reference_path")

@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ import fusedops
 from fusedops import dispatch
 from fusedops.integrations import PatchReport, patch, patched, unpatch
 from fusedops.integrations.patching import force_operators, is_patched
+from fusedops.integrations.report import NormRow
 
 LAYERS = 2
 COMMON = {"vocab_size": 64, "num_hidden_layers": LAYERS, "pad_token_id": 0}
@@ -239,6 +241,13 @@ def test_report_lists_classes_and_prints_as_a_table(llama: PreTrainedModel) -> N
     assert lines[1].split() == ["norm", "class", "count", "now"]
     assert lines[2].split() == [row.norm_class, "5", "rms_norm(cast=input)"]
     assert json.loads(json.dumps(report.to_dict()))["patched"] == 5
+
+
+def test_rows_that_differ_in_dtypes_alone_are_printed_as_one() -> None:
+    row = NormRow("Norm", count=2, operator="layer_norm", dtypes=("float32/float32",))
+    other = replace(row, count=3, dtypes=("float32/float32", "float64/float64"))
+    lines = str(PatchReport("Model", (row, other))).splitlines()
+    assert [line.split() for line in lines[2:]] == [["Norm", "5", "layer_norm"]]
 
 
 class OnePlus(nn.LayerNorm):
