@@ -34,7 +34,7 @@ $(TRITON:%=test-%): TESTS = tests/test_compile.py tests/test_operators.py
 
 # One process each, so that the count of families is checked.
 $(OTHERS): test-%: build/%/.ready
-	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(<D) $(VENV)/bin/python -m pytest -q \
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(<D) $(VENV)/bin/python -m pytest -q -rfE \
 		-p no:cacheprovider $(TESTS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready
