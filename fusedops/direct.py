@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Caller",
     "Plan",
+    "ask",
     "asked",
     "find",
     "launch_training",
@@ -235,7 +236,14 @@ asked: dict[str, Any] = {
     "numel": Tensor.numel,
     "stride": Tensor.stride,
 }
-"""What the C asks, by name; integrations add what `call_module` needs."""
+"""What the C asks, by name."""
+
+
+def ask(**objects: Any) -> None:
+    """Let the C ask these, too, loaded or not: integrations bring what `call_module` needs."""
+    asked.update(objects)
+    if call_module is not None:
+        load_native().configure(**objects)
 
 
 @cache

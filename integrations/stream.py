@@ -265,7 +265,7 @@ class _Slot(threading.local):
 
 
 _slot = _Slot()
-direct.asked.update(slot=_slot, any_global_hook=any_global_hook)
+direct.ask(slot=_slot, any_global_hook=any_global_hook)
 
 
 def _forget(tensor: "weakref.ref[Tensor]") -> None:

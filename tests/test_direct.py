@@ -5,6 +5,7 @@ That the real kernels are launched right is what the GPU tests of test_cases.py 
 """
 
 import gc
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -308,6 +309,24 @@ def test_patched_norms_are_called_from_c(native: Any) -> None:
         native.call_module(object(), x)
     del state[norms.READY]
     unpatch(norm)
+
+
+def test_integrations_may_come_after_the_first_launch(native: Any) -> None:
+    """The C is loaded by a plain call then, and learns what it needs for norms later."""
+    program = """
+import torch
+from fusedops import direct
+
+assert direct.load_native() is not None
+from fusedops.integrations import stream
+
+norm = torch.nn.LayerNorm(8)
+assert not direct.is_hooked(norm)
+norm.register_forward_hook(print)
+assert direct.is_hooked(norm)
+"""
+    root, environment = Path(__file__).parents[1], os.environ | {"FUSEDOPS_NATIVE": "1"}
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=root, env=environment)
 
 
 def test_without_a_compiler_python_launches(
