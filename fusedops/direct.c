@@ -12,8 +12,7 @@
 // What a call asks torch for, given by configure().
 #define GLOBALS(X)                                                                             \
     X(is_grad_enabled) X(function_modes) X(current_device) X(current_stream) X(empty)          \
-    X(counters) X(forward_ad) X(data_ptr) X(is_contiguous) X(numel) X(stride) X(slot)          \
-    X(any_global_hook)
+    X(counters) X(forward_ad) X(data_ptr) X(is_contiguous) X(numel) X(slot) X(any_global_hook)
 #define DECLARE(name) static PyObject *name;
 GLOBALS(DECLARE)
 
@@ -109,7 +108,20 @@ static int may_launch(Caller *self, PyObject *const *inputs) {
     return answer;
 }
 
-// A new tensor like x, of another dtype, and its pointer.
+// The strides of a new tensor of this shape; a contiguous x may have others where a size is 1.
+static PyObject *contiguous_strides(PyObject *shape) {
+    Py_ssize_t n = PyTuple_GET_SIZE(shape);
+    PyObject *strides = PyTuple_New(n);
+    long long step = 1;
+    for (Py_ssize_t i = n - 1; strides != NULL && i >= 0; i--) {
+        PyTuple_SET_ITEM(strides, i, PyLong_FromLongLong(step));
+        step *= PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
+        if (PyErr_Occurred()) Py_CLEAR(strides);
+    }
+    return strides;
+}
+
+// A new contiguous tensor, and its pointer.
 static int allocate(PyObject *shape, PyObject *strides, PyObject *dtype, PyObject **tensor,
                     PyObject **pointer) {
     PyObject *arguments[] = {shape, strides, dtype};
@@ -135,10 +147,11 @@ static PyObject *call_inference(Caller *self, PyObject *x, PyObject *const *poin
                                 long long n_rows) {
     PyObject *y = NULL, *summed = NULL, *y_ptr = NULL, *sum_ptr = NULL, *stream = NULL;
     PyObject *shape = NULL, *result = NULL, *arguments = NULL;
-    PyObject *size = PyObject_GetAttr(x, s_shape), *strides = call1(stride, x);
-    if (size == NULL || strides == NULL) goto done;
+    PyObject *size = PyObject_GetAttr(x, s_shape), *strides = NULL;
+    if (size == NULL) goto done;
     shape = PyTuple_GetSlice(size, 0, PyTuple_GET_SIZE(size));  // a tuple, no subclass of it
-    if (shape == NULL || allocate(shape, strides, self->y_dtype, &y, &y_ptr) < 0) goto done;
+    strides = shape == NULL ? NULL : contiguous_strides(shape);
+    if (strides == NULL || allocate(shape, strides, self->y_dtype, &y, &y_ptr) < 0) goto done;
     if (self->adds && allocate(shape, strides, self->sum_dtype, &summed, &sum_ptr) < 0) goto done;
     PyObject *device = PyLong_FromSsize_t(self->device);
     stream = device == NULL ? NULL : call1(current_stream, device);

@@ -22,7 +22,7 @@ What Triton specialises on is what the guard and the plan's key compare, and tha
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,7 +164,8 @@ class Plan:
                     x, residual, weight, bias, self.eps, self.spec, (self, n_rows, pointers)
                 )
                 return outputs if adds else (outputs, None)
-            shape, strides = tuple(x.shape), x.stride()
+            shape = tuple(x.shape)
+            strides = _contiguous(shape)
             y = _empty(shape, strides, y_dtype)
             if adds:
                 summed = _empty(shape, strides, sum_dtype)
@@ -215,6 +216,15 @@ def _empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.
 _empty: Any = getattr(_guards, "_empty_strided_cuda", _empty_strided)
 
 
+@lru_cache(1024)
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a new tensor; a contiguous x may have others in dimensions of size 1."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, size * strides[0])
+    return tuple(strides)
+
+
 NATIVE = os.environ.get("FUSEDOPS_NATIVE", "1") not in ("", "0")
 """FUSEDOPS_NATIVE=0, read at import, leaves the C out."""
 
@@ -234,7 +244,6 @@ asked: dict[str, Any] = {
     "data_ptr": Tensor.data_ptr,
     "is_contiguous": Tensor.is_contiguous,
     "numel": Tensor.numel,
-    "stride": Tensor.stride,
 }
 """What the C asks, by name."""
 
@@ -309,7 +318,8 @@ def launch_training(
     x: Tensor, plan: Plan, n_rows: int, pointers: tuple[int | None, ...]
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """(y, summed, mean, rstd), from within the autograd Function: a plan's ``train``."""
-    shape, strides = tuple(x.shape), x.stride()
+    shape = tuple(x.shape)
+    strides = _contiguous(shape)
     y = _empty(shape, strides, plan.y_dtype)
     rstd = _empty((n_rows,), (1,), plan.rstd_dtype)
     summed = mean = sum_ptr = mean_ptr = None

@@ -242,6 +242,21 @@ def test_errors_come_through_and_nothing_leaks(make: Any) -> None:
     assert alive() - objects < 100
 
 
+def test_results_have_the_strides_of_new_tensors(make: Any) -> None:
+    """The last token's row keeps the whole sequence's strides, and still counts as contiguous."""
+    x, residual = torch.randn(1, 7, H)[:, 3], torch.randn(1, 7, H)[:, 4]
+    assert x.is_contiguous()
+    assert x.stride() == (7 * H, 1)
+    with torch.no_grad():
+        _, call, *_ = make(x, residual)
+        assert [t.stride() for t in call(x, residual, None, None)] == [(H, 1), (H, 1)]
+    x.requires_grad_()
+    _, call, *_ = make(x, residual, train=apply_directly)
+    assert [t.stride() for t in call(x, residual, None, None)] == [(H, 1), (H, 1)]
+    for shape in ((3,), (1, 3), (2, 1, 3), (4, 2, 1, 5), (1, 1)):
+        assert direct._contiguous(shape) == torch.empty(shape).stride()
+
+
 class Ready:
     """As `norms.Ready`."""
 
