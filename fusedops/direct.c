@@ -69,6 +69,10 @@ static int has_hooks(PyObject *runtime, PyObject *name) {
     if (chain == NULL) return -1;
     PyObject *calls = PyObject_GetAttr(chain, s_calls);
     Py_DECREF(chain);
+    if (calls == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        return 1;  // somebody put a function in the chain's place
+    }
     return truth(calls);
 }
 

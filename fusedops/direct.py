@@ -137,8 +137,8 @@ class Plan:
                 or _function_modes()
                 or _counters
                 or not x.is_contiguous()
-                or hooks.launch_enter_hook.calls
-                or hooks.launch_exit_hook.calls
+                or getattr(hooks.launch_enter_hook, "calls", True)  # or set to a function
+                or getattr(hooks.launch_exit_hook, "calls", True)
                 or device != _current_device()
             ):
                 return None
