@@ -378,6 +378,8 @@ def remember(
     if find(options, x, residual, weight, bias) is not None:
         return  # this call alone was not to be launched so: misaligned, say
     rows = [x] if residual is None else [x, residual]
+    if residual is x or (bias is not None and bias is weight):
+        return  # the guard takes no tensor twice: the plan would serve no call
     guard = _guards.TensorGuards(
         *rows,
         *vectors,

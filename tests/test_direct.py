@@ -260,6 +260,27 @@ def test_results_have_the_strides_of_new_tensors(make: Any) -> None:
         assert direct._contiguous(shape) == torch.empty(shape).stride()
 
 
+def test_a_tensor_given_twice_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call would fit it, and the next call would make one more, until no good ones are left."""
+    launch = pytest.importorskip("fusedops.kernels.launch")
+    kernel = direct.Kernel(Launch(), (), (), 4, None)
+    monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
+    monkeypatch.setattr(direct, "_current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(direct, "_kernel", lambda *_: kernel)
+    monkeypatch.setattr(direct, "TESTED_TRITON", (launch.TRITON_RELEASE,))
+    monkeypatch.setattr(direct, "_plans", {})
+    spec = Spec(True, False, 0.0, torch.float32, True)
+    x, residual, weight, bias = tensors()
+    twice = [(x, x, weight, bias), (x, residual, weight, weight)]
+    for given in twice:
+        direct.remember(("add_layer_norm",), *given, 1e-5, spec, None)  # type: ignore[arg-type]
+        assert direct._plans == {}
+    given = (x, residual, weight, bias)
+    direct.remember(("add_layer_norm",), *given, 1e-5, spec, None)  # type: ignore[arg-type]
+    assert direct.find(("add_layer_norm",), *given) is not None  # type: ignore[arg-type]
+
+
 class Ready:
     """As `norms.Ready`."""
 
