@@ -29,7 +29,7 @@ from fusedops.kernels.config import (
 )
 from fusedops.kernels.forward import norm_forward_kernel, norm_forward_looped_kernel
 
-__all__ = ["Call", "hooks", "launch_backward", "launch_forward", "prepare_forward"]
+__all__ = ["Call", "launch_backward", "launch_forward", "prepare_forward"]
 
 
 @cache
@@ -53,12 +53,6 @@ class Call(NamedTuple):
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     meta: dict[str, Any]
-
-
-def hooks() -> bool:
-    """Whether someone, a profiler say, wants to be told of Triton's launches."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 def run(call: Call, device: torch.device) -> None:
