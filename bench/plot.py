@@ -192,6 +192,8 @@ def draw(content, path):
         for panel, operator in zip(panels, OPERATORS, strict=True):
             for number, (provider, name) in enumerate(NAMES.items()):
                 lines = large(content["rows"], direction, operator, provider)
+                if not lines:
+                    continue
                 panel.plot(
                     [line["width"] for line in lines],
                     [100 * line["share"] for line in lines],
@@ -207,9 +209,10 @@ def draw(content, path):
         panel.set_xlabel("H")
     for panel in axes[:, 0]:
         panel.set_ylabel("% of copy bandwidth")
-    axes[0, 0].legend(fontsize=7, loc="lower left")
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, fontsize=8, loc="lower center", ncols=len(names), frameon=False)
     figure.suptitle(f"{content['runs'][-1]['gpu']}, bf16", fontsize=10)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.04, 1, 1))  # room for the legend
     metadata = {"Date": None, "Description": f"rows {digest(content)}"}
     figure.savefig(path, metadata=metadata)
     pyplot.close(figure)
