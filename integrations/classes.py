@@ -32,7 +32,6 @@ from fusedops.integrations.stream import (
     as_tensor,
     call_norm,
     call_unhooked,
-    is_small,
     run_block,
     run_plain_norm,
     watch_block,
@@ -95,15 +94,6 @@ def _generate(original: Any, kind: Kind) -> type:
     def forward_block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: BlockState | None = self.__dict__.get(BLOCK)
         if state is None or state.obstacle is not None or is_compiling():
-            return original.forward(self, *args, **kwargs)
-        if (
-            state.small_at_first
-            and args
-            and type(args[0]) is Tensor
-            and is_small(args[0], state.small_at_first)
-            and not self.training
-        ):
-            state.small += 1
             return original.forward(self, *args, **kwargs)
         if self.training not in state.learned:
             return watch_block(original.forward, self, state, args, kwargs, watch)

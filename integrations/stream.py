@@ -49,7 +49,6 @@ __all__ = [
     "as_tensor",
     "call_norm",
     "call_unhooked",
-    "is_small",
     "run_block",
     "run_plain_norm",
     "watch_block",
@@ -106,7 +105,6 @@ class BlockState:
         "outer",
         "plain",
         "small",
-        "small_at_first",
         "sources",
         "successor",
         "wraps_norms",
@@ -137,7 +135,6 @@ class BlockState:
         self.missed = 0  # of these, those whose norm was not called as foreseen
         self.plain: Counter[str] = Counter()  # reason -> adds done by themselves
         self.small = 0  # forwards whose hidden states were too small for streams
-        self.small_at_first = 0  # min_elements, where the first argument alone decides
 
     def __reduce__(self) -> Any:
         return BlockState, (self.block_class, self.min_elements), self.around()
@@ -377,16 +374,21 @@ class ResidualStream:
 
     def __add__(self, other: Any, other_first: bool = False) -> Any:
         """``self + other`` put off, where other is a tensor like it; else done."""
-        call, base = self._call, self._base
+        call = self._call
+        if call.pending is not None:
+            _finish(call.pending, "another add came before a norm read the sum")
+        if self._reshaped is not None:
+            as_tensor(self)
+        if type(other) is ResidualStream:
+            other = as_tensor(other)
+        base = self._base
         if (
             type(other) is not Tensor
-            or call.pending is not None
-            or self._reshaped is not None
             or call.state is _closed
             or other.shape != base.shape
             or (other.dtype is not base.dtype and other.dtype not in FLOATS)
         ):
-            return _add(self, other, other_first)
+            return other + as_tensor(self) if other_first else as_tensor(self) + other
         result = ResidualStream(base, call, self._key, _is_grad_enabled())
         result._delta = other
         result._delta_first = other_first
@@ -482,26 +484,6 @@ for _name in _OPERATIONS.split():
 for _name in _IN_PLACE_OPERATIONS.split():
     if hasattr(Tensor, f"__{_name}__"):
         setattr(ResidualStream, f"__{_name}__", _forwarding_in_place(f"__{_name}__"))
-
-
-def _add(stream: ResidualStream, other: Any, other_first: bool) -> Any:
-    """``stream + other``, with what stands in the way of putting it off done first."""
-    call = stream._call
-    if call.pending is not None:
-        _finish(call.pending, "another add came before a norm read the sum")
-    if stream._reshaped is not None:
-        as_tensor(stream)
-    if type(other) is ResidualStream:
-        other = as_tensor(other)
-    base = stream._base
-    if (
-        type(other) is Tensor
-        and other.shape == base.shape
-        and other.dtype in FLOATS
-        and call.state is not _closed
-    ):
-        return stream.__add__(other, other_first)
-    return other + as_tensor(stream) if other_first else as_tensor(stream) + other
 
 
 def as_tensor(stream: ResidualStream) -> Tensor:
@@ -699,39 +681,30 @@ def call_unhooked(norm: nn.Module, x: Tensor) -> Tensor | None:
 
     Without hooks, and with its class's forward, a module's call is its forward.
     """
-    state = norm.__dict__
-    if (
-        READY not in state
-        or state["_forward_pre_hooks"]
-        or state["_forward_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or "forward" in state
-        or state.get("_compiled_call_impl") is not None
-        or any_global_hook()
-    ):
+    if READY not in norm.__dict__ or is_hooked(norm) or any_global_hook():
         return None
-    if _slot.held is not None:
-        y = _fetch(norm, x)
-        if y is not None:
-            return y
-    done = ready_norm(norm, x)
-    return None if done is None else done[0]
+    return _known_result(norm, x)
 
 
 def run_plain_norm(norm: nn.Module, x: Any) -> Tensor | None:
     """The forward of a patched norm on one tensor; None: the original serves."""
     if type(x) is not Tensor and type(x) is not nn.Parameter:
         return None
+    y = _known_result(norm, x)
+    if y is not None:
+        return y
+    operands = read_operands(norm, x, x.dtype)
+    return None if operands is None else run_norm(norm, operands, x)
+
+
+def _known_result(norm: nn.Module, x: Tensor) -> Tensor | None:
+    """The norm of ``x`` that was handed over, or by a call like one that was in order before."""
     if _slot.held is not None:
         y = _fetch(norm, x)
         if y is not None:
             return y
     done = ready_norm(norm, x)
-    if done is not None:
-        return done[0]
-    operands = read_operands(norm, x, x.dtype)
-    return None if operands is None else run_norm(norm, operands, x)
+    return None if done is None else done[0]
 
 
 def _fetch(norm: nn.Module, x: Tensor) -> Tensor | None:
@@ -788,8 +761,6 @@ def watch_block(
     output = run_block(forward, block, state, args, kwargs, keys, watch)
     if state.calls > forwards:
         state.learned.add(block.training)
-        if not block.training and state.argument_keys[:1] == (0,):
-            state.small_at_first = state.min_elements
     return output
 
 
@@ -812,7 +783,7 @@ def run_block(
         if type(value) is not Tensor or value.dtype not in FLOATS:
             continue
         if call is None:
-            if watch is None and is_small(value, state.min_elements):
+            if watch is None and _is_small(value, state.min_elements):
                 state.small += 1
                 return forward(block, *args, **kwargs)
             if not _may_stream(state, value):
@@ -856,7 +827,7 @@ def run_block(
     return output
 
 
-def is_small(x: Tensor, min_elements: int) -> bool:
+def _is_small(x: Tensor, min_elements: int) -> bool:
     """Whether an add takes the GPU less time than a stream takes the CPU.
 
     Where gradients are recorded a fused add spares work in the backward, too, and a captured graph
