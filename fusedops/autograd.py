@@ -139,7 +139,7 @@ class NormFunction(torch.autograd.Function):
     """(x, residual, weight, bias) -> y, or (y, summed) with a residual.
 
     Saves the normalised rows (x itself, or the sum), the weight, and one or two fp32 numbers a row.
-    ``prepared`` are the arguments of `direct.launch_training`, where that serves.
+    ``prepared`` are the arguments of `direct.launch`, where that serves.
     """
 
     @staticmethod
@@ -156,7 +156,7 @@ class NormFunction(torch.autograd.Function):
         y, summed, mean, rstd = (
             kernel_forward(x, residual, weight, bias, eps, spec, save_statistics=True)
             if prepared is None
-            else direct.launch_training(x, *prepared)
+            else direct.launch(x, *prepared)
         )
         s = x if summed is None else summed
         ctx.save_for_backward(s, weight, mean, rstd)

@@ -40,7 +40,7 @@ __all__ = [
     "ask",
     "asked",
     "find",
-    "launch_training",
+    "launch",
     "load_native",
     "norm",
     "remember",
@@ -78,8 +78,7 @@ class Plan:
     device: int
     y_dtype: torch.dtype
     sum_dtype: torch.dtype | None  # None: no add
-    mean_dtype: torch.dtype | None  # None: not wanted
-    rstd_dtype: torch.dtype | None
+    statistics: torch.dtype | None  # None: not wanted
     hooks: Any  # Triton's settings, where a profiler would hook itself in
     eps: float
     spec: "Spec"
@@ -115,10 +114,8 @@ class Plan:
         What does not change stands in its closure, which is read quicker than attributes are.
         """
         check, grad, train, n_cols = self.check, self.grad, self.train, self.n_cols
-        device, hooks, kernel = self.device, self.hooks, self.kernel
-        y_dtype, sum_dtype = self.y_dtype, self.sum_dtype
-        launch, head, tail, block_rows = kernel.launch, kernel.head, kernel.tail, kernel.block_rows
-        adds, has_weight, has_bias = sum_dtype is not None, self.has_weight, self.has_bias
+        device, hooks, adds = self.device, self.hooks, self.sum_dtype is not None
+        has_weight, has_bias = self.has_weight, self.has_bias
 
         def call(
             x: Tensor, residual: Any, weight: Any, bias: Any
@@ -144,7 +141,7 @@ class Plan:
                 return None
             n_rows = x.numel() // n_cols
             x_ptr = bits = x.data_ptr()
-            residual_ptr = weight_ptr = bias_ptr = summed = sum_ptr = None
+            residual_ptr = weight_ptr = bias_ptr = None
             if adds:
                 if residual.shape != x.shape or not residual.is_contiguous():
                     return None
@@ -158,35 +155,11 @@ class Plan:
                 bits |= bias_ptr
             if bits & 15 or not 0 < n_rows < 2**31:
                 return None
+            prepared = (self, n_rows, (x_ptr, residual_ptr, weight_ptr, bias_ptr))
             if train is not None:
-                pointers = (x_ptr, residual_ptr, weight_ptr, bias_ptr)
-                outputs = train(
-                    x, residual, weight, bias, self.eps, self.spec, (self, n_rows, pointers)
-                )
+                outputs = train(x, residual, weight, bias, self.eps, self.spec, prepared)
                 return outputs if adds else (outputs, None)
-            shape = tuple(x.shape)
-            strides = _contiguous(shape)
-            y = _empty(shape, strides, y_dtype)
-            if adds:
-                summed = _empty(shape, strides, sum_dtype)
-                sum_ptr = summed.data_ptr()
-            launch(
-                -(-n_rows // block_rows),
-                1,
-                1,
-                _current_stream(device),
-                *head,
-                x_ptr,
-                residual_ptr,
-                weight_ptr,
-                bias_ptr,
-                y.data_ptr(),
-                sum_ptr,
-                None,
-                None,
-                n_rows,
-                *tail,
-            )
+            y, summed, _, _ = launch(x, *prepared)
             return y, summed
 
         return call
@@ -274,6 +247,11 @@ def load_native() -> Any:
     return native
 
 
+def _key(options: tuple[Any, ...], x: Tensor, weight: Any, bias: Any) -> tuple[Any, ...]:
+    """Where the plans for such calls stand; a call with a residual has options of its own."""
+    return options, x.dtype, x.shape[-1], weight is None, bias is None
+
+
 def norm(
     options: tuple[Any, ...],
     x: Tensor,
@@ -287,7 +265,7 @@ def norm(
     a dictionary's key, True would pass for 1.0.
     """
     try:
-        plans = _plans.get((options, x.dtype, x.shape[-1], weight is None, bias is None))
+        plans = _plans.get(_key(options, x, weight, bias))
     except (AttributeError, IndexError, TypeError):  # no tensor, no rows, no hash: not for here
         return None
     if plans is not None:
@@ -306,29 +284,30 @@ def find(
     bias: Tensor | None,
 ) -> Caller | None:
     """The `Plan.caller` for calls like this one, in this grad mode."""
-    key = (options, x.dtype, x.shape[-1], weight is None, bias is None)
     tensors = [t for t in (x, residual, weight, bias) if t is not None]
-    for plan, call in _plans.get(key, ()):
+    for plan, call in _plans.get(_key(options, x, weight, bias), ()):
         if plan.check(*tensors) and plan.grad is _is_grad_enabled():
             return call
     return None
 
 
-def launch_training(
+def launch(
     x: Tensor, plan: Plan, n_rows: int, pointers: tuple[int | None, ...]
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """(y, summed, mean, rstd), from within the autograd Function: a plan's ``train``."""
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(y, summed, mean, rstd) of a call that has passed the plan's checks."""
     shape = tuple(x.shape)
     strides = _contiguous(shape)
     y = _empty(shape, strides, plan.y_dtype)
-    rstd = _empty((n_rows,), (1,), plan.rstd_dtype)
-    summed = mean = sum_ptr = mean_ptr = None
+    summed = mean = rstd = sum_ptr = mean_ptr = rstd_ptr = None
     if plan.sum_dtype is not None:
         summed = _empty(shape, strides, plan.sum_dtype)
         sum_ptr = summed.data_ptr()
-    if plan.mean_dtype is not None:
-        mean = _empty((n_rows,), (1,), plan.mean_dtype)
-        mean_ptr = mean.data_ptr()
+    if plan.statistics is not None:
+        rstd = _empty((n_rows,), (1,), plan.statistics)
+        rstd_ptr = rstd.data_ptr()
+        if plan.spec.centered:
+            mean = _empty((n_rows,), (1,), plan.statistics)
+            mean_ptr = mean.data_ptr()
     kernel = plan.kernel
     kernel.launch(
         -(-n_rows // kernel.block_rows),
@@ -340,7 +319,7 @@ def launch_training(
         y.data_ptr(),
         sum_ptr,
         mean_ptr,
-        rstd.data_ptr(),
+        rstd_ptr,
         n_rows,
         *kernel.tail,
     )
@@ -405,13 +384,12 @@ def remember(
         device=device,
         y_dtype=spec.y_dtype,
         sum_dtype=sum_dtype,
-        mean_dtype=statistics if spec.centered else None,
-        rstd_dtype=statistics,
+        statistics=statistics,
         hooks=triton.knobs.runtime,
         eps=eps,
         spec=spec,
     )
-    key = (options, x.dtype, x.shape[-1], weight is None, bias is None)
+    key = _key(options, x, weight, bias)
     # A new tuple: another thread may be walking through the old one.
     _plans[key] = (*_plans.get(key, ())[-MAX_PLANS + 1 :], (plan, plan.caller()))
 
