@@ -15,13 +15,13 @@ import copy
 import gc
 import inspect
 import json
-import subprocess
 import sys
 import time
 
 import torch
 import transformers
 import triton
+from record import commit
 from transformers import DynamicCache
 
 import fusedops
@@ -105,11 +105,6 @@ def kernels(call, reset):
     reset()
     events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     return sum("Memcpy" not in e.name and "Memset" not in e.name for e in events)
-
-
-def commit():
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
 
 
 def main():

@@ -98,13 +98,19 @@ def environment(missing):
             **{name: version(name) for name in PACKAGES},
         },
         "missing": missing,
-        # FUSEDOPS_COMMIT names it where only the files were copied.
-        "commit": os.environ.get("FUSEDOPS_COMMIT")
-        or output("git", "describe", "--always", "--dirty", "--abbrev=10")
-        or "unknown",
+        "commit": commit(),
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def commit():
+    """The commit at hand; FUSEDOPS_COMMIT names it where only the files were copied."""
+    return (
+        os.environ.get("FUSEDOPS_COMMIT")
+        or output("git", "describe", "--always", "--dirty", "--abbrev=10")
+        or "unknown"
+    )
 
 
 def version(package):

@@ -15,7 +15,8 @@ import time
 
 import torch
 import triton
-from e2e import commit, variants
+from e2e import variants
+from record import commit
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
