@@ -1,18 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// What fusedops/direct.py does for every call, in C: `Caller` is `Plan.python_caller`, `ready_norm`
-// that of integrations/norms.py, and `call_module` is `call_unhooked` of integrations/stream.py for a
-// call that nothing was handed over to. All return None where the Python would, and whoever called
-// goes on as it would there. Compiled and cached by Triton's own builder, which needs the same
-// compiler; without one the Python runs.
+// What is done in every call, in C: `Caller` is `Plan.python_caller` of fusedops/direct.py,
+// `ready_norm` that of integrations/norms.py, and the rest is the residual stream of
+// integrations/stream.py in a known block: `run_block`, the stream's add (`put_off`), and the call of
+// a patched norm on a stream or a tensor (`call_module`). Whatever is out of the ordinary returns None
+// before anything is done, and whoever called goes on in Python. Compiled and cached by Triton's own
+// builder, which needs the same compiler; without one the Python does it all.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <stddef.h>
+#include <structmember.h>
 
 // What a call asks torch for, given by configure().
 #define GLOBALS(X)                                                                             \
     X(is_grad_enabled) X(function_modes) X(current_device) X(current_stream) X(empty)          \
-    X(counters) X(forward_ad) X(data_ptr) X(is_contiguous) X(numel) X(slot) X(any_global_hook)
+    X(counters) X(forward_ad) X(data_ptr) X(is_contiguous) X(numel) X(slot) X(global_hooks)    \
+    X(stream_type) X(call_type) X(block_type) X(handed_type) X(tensor_type) X(closed)          \
+    X(floats) X(is_cuda) X(dispatch_modes) X(transforms) X(jit_trace) X(any_autocast)          \
+    X(is_inference) X(saves_are_watched) X(drop_held) X(forget) X(leave_block)
 #define DECLARE(name) static PyObject *name;
 GLOBALS(DECLARE)
 
@@ -21,7 +25,10 @@ GLOBALS(DECLARE)
     X(shape) X(calls) X(launch_enter_hook) X(launch_exit_hook) X(_current_level) X(held)       \
     X(__dict__) X(_fusedops_ready) X(_forward_pre_hooks) X(_forward_hooks) X(_backward_hooks)  \
     X(_backward_pre_hooks) X(forward) X(_compiled_call_impl) X(_parameters) X(call)           \
-    X(add_call) X(eps) X(eps_name) X(weight) X(bias)
+    X(add_call) X(eps) X(eps_name) X(weight) X(bias) X(_fusedops_norm) X(dtype) X(_version) \
+    X(_global_backward_pre_hooks) X(_global_backward_hooks) X(_global_forward_pre_hooks)       \
+    X(_global_forward_hooks) X(_global_forward_hooks_always_called)                            \
+    X(_global_forward_hooks_with_kwargs)
 #define DECLARE_STRING(name) static PyObject *s_##name;
 STRINGS(DECLARE_STRING)
 
@@ -166,20 +173,20 @@ static PyObject *call_inference(Caller *self, PyObject *x, PyObject *const *poin
     Py_ssize_t at = 0;
     arguments = PyTuple_New(GRID_AND_STREAM + n_head + INPUTS + OUTPUTS + 1 + n_tail);
     if (arguments == NULL) goto done;
-#define PUT(object) PyTuple_SET_ITEM(arguments, at++, object)
-    PUT(PyLong_FromLongLong((n_rows + self->block_rows - 1) / self->block_rows));
-    PUT(PyLong_FromLong(1));
-    PUT(PyLong_FromLong(1));
-    PUT(Py_NewRef(stream));
-    for (Py_ssize_t i = 0; i < n_head; i++) PUT(Py_NewRef(PyTuple_GET_ITEM(self->head, i)));
-    for (Py_ssize_t i = 0; i < INPUTS; i++) PUT(Py_NewRef(pointers[i]));
-    PUT(Py_NewRef(y_ptr));
-    PUT(Py_NewRef(self->adds ? sum_ptr : Py_None));
-    PUT(Py_NewRef(Py_None));  // no statistics
-    PUT(Py_NewRef(Py_None));
-    PUT(PyLong_FromLongLong(n_rows));
-    for (Py_ssize_t i = 0; i < n_tail; i++) PUT(Py_NewRef(PyTuple_GET_ITEM(self->tail, i)));
-#undef PUT
+#define PUT_NEXT(object) PyTuple_SET_ITEM(arguments, at++, object)
+    PUT_NEXT(PyLong_FromLongLong((n_rows + self->block_rows - 1) / self->block_rows));
+    PUT_NEXT(PyLong_FromLong(1));
+    PUT_NEXT(PyLong_FromLong(1));
+    PUT_NEXT(Py_NewRef(stream));
+    for (Py_ssize_t i = 0; i < n_head; i++) PUT_NEXT(Py_NewRef(PyTuple_GET_ITEM(self->head, i)));
+    for (Py_ssize_t i = 0; i < INPUTS; i++) PUT_NEXT(Py_NewRef(pointers[i]));
+    PUT_NEXT(Py_NewRef(y_ptr));
+    PUT_NEXT(Py_NewRef(self->adds ? sum_ptr : Py_None));
+    PUT_NEXT(Py_NewRef(Py_None));  // no statistics
+    PUT_NEXT(Py_NewRef(Py_None));
+    PUT_NEXT(PyLong_FromLongLong(n_rows));
+    for (Py_ssize_t i = 0; i < n_tail; i++) PUT_NEXT(Py_NewRef(PyTuple_GET_ITEM(self->tail, i)));
+#undef PUT_NEXT
     PyObject *launched = PyErr_Occurred() ? NULL : PyObject_Call(self->launch, arguments, NULL);
     if (launched == NULL) goto done;
     Py_DECREF(launched);
@@ -281,23 +288,39 @@ static PyTypeObject CallerType = {
     .tp_dealloc = caller_dealloc,
 };
 
+// Whether a dictionary of this name in another has anything in it, or is not there.
+static int has_any(PyObject *dict, PyObject *name) {
+    PyObject *found = PyDict_GetItemWithError(dict, name);
+    if (found == NULL) return PyErr_Occurred() ? -1 : 1;
+    return PyObject_IsTrue(found);
+}
+
+// torch's _has_any_global_hook.
+static int any_global_hook(void) {
+    PyObject *const kinds[] = {
+        s__global_backward_pre_hooks, s__global_backward_hooks, s__global_forward_pre_hooks,
+        s__global_forward_hooks, s__global_forward_hooks_always_called,
+        s__global_forward_hooks_with_kwargs};
+    int answer = global_hooks == NULL;
+    for (size_t i = 0; answer == 0 && i < sizeof kinds / sizeof *kinds; i++)
+        answer = has_any(global_hooks, kinds[i]);
+    return answer;
+}
+
 // Whether calling the module with this __dict__ is more than running its class's forward, be it for
 // a global hook.
 static int is_hooked(PyObject *state) {
     PyObject *const hooks[] = {s__forward_pre_hooks, s__forward_hooks, s__backward_hooks,
                                s__backward_pre_hooks};
-    for (int i = 0; i < 4; i++) {
-        PyObject *registered = PyDict_GetItemWithError(state, hooks[i]);
-        if (registered == NULL) return PyErr_Occurred() ? -1 : 1;
-        int answer = PyObject_IsTrue(registered);
-        if (answer != 0) return answer;
-    }
-    int answer = PyDict_Contains(state, s_forward);
+    int answer = 0;
+    for (size_t i = 0; answer == 0 && i < sizeof hooks / sizeof *hooks; i++)
+        answer = has_any(state, hooks[i]);
+    if (answer == 0) answer = PyDict_Contains(state, s_forward);
     if (answer != 0) return answer;
     PyObject *compiled = PyDict_GetItemWithError(state, s__compiled_call_impl);
     if (compiled == NULL && PyErr_Occurred()) return -1;
     if (compiled != NULL && compiled != Py_None) return 1;
-    return truth(call0(any_global_hook));
+    return any_global_hook();
 }
 
 // A parameter by the name that an attribute of `ready` holds, None where the name is None.
@@ -363,7 +386,6 @@ static PyObject *ready_norm(PyObject *unused, PyObject *const *args, Py_ssize_t 
 
 // (module) -> whether calling it is more than running its class's forward, or a global hook exists.
 static PyObject *module_is_hooked(PyObject *unused, PyObject *module) {
-    if (any_global_hook == NULL) Py_RETURN_TRUE;
     PyObject *state = state_of(module);
     if (state == NULL) return NULL;
     int answer = is_hooked(state);
@@ -371,24 +393,445 @@ static PyObject *module_is_hooked(PyObject *unused, PyObject *module) {
     return answer < 0 ? NULL : PyBool_FromLong(answer);
 }
 
+// --- streams -----------------------------------------------------------------------------------
+//
+// A block's forward with a stream in it, as integrations/stream.py has it, for what happens in
+// nearly every call: nobody watches, no hooks, one stream, adds that a ready norm reads, and a sum
+// handed over to the next norm. Where anything is otherwise nothing has been done yet, and Python
+// does it all.
+
+// Where the attributes of Python's objects with __slots__ lie.
+#define SLOTS(X)                                                                               \
+    X(stream, _base) X(stream, _call) X(stream, _key) X(stream, _grad) X(stream, _delta)       \
+    X(stream, _delta_first) X(stream, _versions) X(stream, _reshaped)                          \
+    X(call, state) X(call, watched) X(call, global_hooks) X(call, pending)                     \
+    X(block, writes) X(block, argument_keys) X(block, wraps_norms) X(block, outer)             \
+    X(block, link) X(block, misses) X(block, calls) X(block, inside) X(block, across)          \
+    X(handed, tensor) X(handed, version) X(handed, y) X(handed, state) X(handed, norm_state)   \
+    X(handed, spec) X(handed, eps) X(handed, weight) X(handed, weight_version)                 \
+    X(handed, bias) X(handed, bias_version) X(handed, grad) X(handed, autocast)
+#define DECLARE_OFFSET(kind, name) static Py_ssize_t offset_##kind##_##name;
+SLOTS(DECLARE_OFFSET)
+#define AT(kind, object, name) (*(PyObject **)((char *)(object) + offset_##kind##_##name))
+#define PUT(kind, object, name, value) Py_XSETREF(AT(kind, object, name), value)
+
+static int find_slot(PyObject *type, const char *name, Py_ssize_t *offset) {
+    PyObject *member = PyObject_GetAttrString(type, name);
+    if (member == NULL) return -1;
+    if (!Py_IS_TYPE(member, &PyMemberDescr_Type)) {
+        PyErr_Format(PyExc_TypeError, "%s: expected a slot", name);
+        Py_DECREF(member);
+        return -1;
+    }
+    *offset = ((PyMemberDescrObject *)member)->d_member->offset;
+    Py_DECREF(member);
+    return 0;
+}
+
+static int find_slots(void) {
+    PyObject *stream = stream_type, *call = call_type, *block = block_type, *handed = handed_type;
+#define FIND(kind, name)                                                                       \
+    if (find_slot(kind, #name, &offset_##kind##_##name) < 0) return -1;
+    SLOTS(FIND)
+    return 0;
+}
+
+static PyObject *new_object(PyObject *type) {
+    return ((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
+}
+
+static PyObject *new_stream(PyObject *base, PyObject *call, PyObject *key, PyObject *grad) {
+    PyObject *stream = new_object(stream_type);
+    if (stream == NULL) return NULL;
+    PUT(stream, stream, _base, Py_NewRef(base));
+    PUT(stream, stream, _call, Py_NewRef(call));
+    PUT(stream, stream, _key, Py_NewRef(key));
+    PUT(stream, stream, _grad, Py_NewRef(grad));
+    PUT(stream, stream, _delta, Py_NewRef(Py_None));
+    PUT(stream, stream, _reshaped, Py_NewRef(Py_None));
+    return stream;
+}
+
+static int add_one(PyObject **number) {
+    PyObject *one = PyLong_FromLong(1);
+    PyObject *sum = one == NULL ? NULL : PyNumber_Add(*number, one);
+    Py_XDECREF(one);
+    if (sum == NULL) return -1;
+    Py_SETREF(*number, sum);
+    return 1;
+}
+
+static int same(PyObject *a, PyObject *b, PyObject *name) {
+    PyObject *left = PyObject_GetAttr(a, name);
+    PyObject *right = left == NULL ? NULL : PyObject_GetAttr(b, name);
+    int answer = right == NULL ? -1 : PyObject_RichCompareBool(left, right, Py_EQ);
+    Py_XDECREF(left);
+    Py_XDECREF(right);
+    return answer;
+}
+
+static int has_version(PyObject *tensor, PyObject *version) {
+    PyObject *now = PyObject_GetAttr(tensor, s__version);
+    if (now == NULL) return -1;
+    int answer = PyObject_RichCompareBool(now, version, Py_EQ);
+    Py_DECREF(now);
+    return answer;
+}
+
+// (stream, tensor, whether the tensor comes first) -> a stream of the sum, or None.
+static PyObject *put_off(PyObject *unused, PyObject *const *args, Py_ssize_t nargs) {
+    PyObject *stream = args[0], *other = args[1];
+    if (nargs != 3 || !Py_IS_TYPE(stream, (PyTypeObject *)stream_type)) {
+        PyErr_SetString(PyExc_TypeError, "expected a stream, a tensor and a bool");
+        return NULL;
+    }
+    PyObject *call = AT(stream, stream, _call), *base = AT(stream, stream, _base);
+    if (AT(call, call, pending) != Py_None || AT(call, call, state) == closed ||
+        AT(stream, stream, _reshaped) != Py_None || !Py_IS_TYPE(other, (PyTypeObject *)tensor_type))
+        Py_RETURN_NONE;
+    int answer = same(base, other, s_shape);
+    if (answer == 1) answer = same(base, other, s_dtype);
+    if (answer != 1) return answer < 0 ? NULL : Py_NewRef(Py_None);
+    PyObject *versions[] = {PyObject_GetAttr(base, s__version), NULL}, *result = NULL;
+    if (versions[0] != NULL) versions[1] = PyObject_GetAttr(other, s__version);
+    if (versions[1] == NULL) {  // inference tensors have no counter
+        Py_XDECREF(versions[0]);
+        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return NULL;
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    PyObject *pair = PyTuple_Pack(2, versions[0], versions[1]);
+    PyObject *grad = call0(is_grad_enabled);
+    if (pair != NULL && grad != NULL)
+        result = new_stream(base, call, AT(stream, stream, _key), grad);
+    if (result != NULL) {
+        PUT(stream, result, _delta, Py_NewRef(other));
+        PUT(stream, result, _delta_first, Py_NewRef(args[2]));
+        PUT(stream, result, _versions, Py_NewRef(pair));
+        PUT(call, call, pending, Py_NewRef(result));
+    }
+    Py_DECREF(versions[0]);
+    Py_DECREF(versions[1]);
+    Py_XDECREF(pair);
+    Py_XDECREF(grad);
+    return result;
+}
+
+// Whether the call of a norm that was foreseen in `handed` is this one.
+static int fits(PyObject *handed, PyObject *norm_state, PyObject *x) {
+    if (AT(handed, handed, norm_state) != norm_state) return 0;
+    if (AT(handed, handed, autocast) != Py_None) return 0;
+    int answer = is_object(call0(AT(handed, handed, tensor)), x);
+    if (answer == 1) answer = has_version(x, AT(handed, handed, version));
+    if (answer == 1) answer = is_object(call0(is_grad_enabled), AT(handed, handed, grad));
+    if (answer == 1) answer = is_object(call0(any_autocast), Py_False);
+    if (answer == 1 && AT(handed, handed, grad) == Py_True)
+        answer = is_object(call0(saves_are_watched), Py_False);
+    if (answer != 1) return answer;
+
+    PyObject *spec = AT(handed, handed, spec);
+    PyObject *parameters = PyDict_GetItemWithError(norm_state, s__parameters);
+    if (parameters == NULL || !PyDict_Check(parameters)) return PyErr_Occurred() ? -1 : 0;
+    if (PyDict_GetItemWithError(norm_state, s__fusedops_norm) != spec) return 0;
+    PyObject *eps_name = PyObject_GetAttr(spec, s_eps);
+    if (eps_name == NULL) return -1;
+    PyObject *eps = PyDict_GetItemWithError(norm_state, eps_name);
+    Py_DECREF(eps_name);
+    if (eps == NULL && PyErr_Occurred()) return -1;
+    if (eps != AT(handed, handed, eps)) return 0;
+    PyObject *weight = parameter(parameters, spec, s_weight);
+    PyObject *bias = weight == NULL ? NULL : parameter(parameters, spec, s_bias);
+    if (bias == NULL) return PyErr_Occurred() ? -1 : 0;
+    if (weight != AT(handed, handed, weight) || bias != AT(handed, handed, bias)) return 0;
+    if (weight != Py_None) answer = has_version(weight, AT(handed, handed, weight_version));
+    if (answer == 1 && bias != Py_None)
+        answer = has_version(bias, AT(handed, handed, bias_version));
+    return answer;
+}
+
+// The result kept for this call of a norm, or that of a ready call; or None.
+static PyObject *call_plain(PyObject *norm_state, PyObject *x) {
+    PyObject *held = PyObject_GetAttr(slot, s_held), *y = NULL;
+    if (held == NULL) return NULL;
+    if (held == Py_None) {
+        Py_DECREF(held);
+        y = call_ready(norm_state, x, Py_None);
+        if (y != NULL && PyTuple_Check(y)) Py_SETREF(y, Py_NewRef(PyTuple_GET_ITEM(y, 0)));
+        return y;
+    }
+    int answer = handed_type != NULL && Py_IS_TYPE(held, (PyTypeObject *)handed_type)
+                     ? fits(held, norm_state, x) : 0;
+    if (answer == 1 && PyObject_SetAttr(slot, s_held, Py_None) < 0) answer = -1;
+    if (answer == 1) {
+        PUT(block, AT(handed, held, state), misses, PyLong_FromLong(0));
+        y = Py_NewRef(AT(handed, held, y));
+    }
+    Py_DECREF(held);
+    return answer == 0 ? Py_NewRef(Py_None) : y;
+}
+
+// The norm of a pending sum, which the stream then holds; or None.
+static PyObject *fuse(PyObject *norm_state, PyObject *stream) {
+    PyObject *versions = AT(stream, stream, _versions), *y = NULL, *done = NULL;
+    int answer = is_object(call0(is_grad_enabled), AT(stream, stream, _grad));
+    if (answer != 1) return answer < 0 ? NULL : Py_NewRef(Py_None);
+    PyObject *base = Py_NewRef(AT(stream, stream, _base));
+    PyObject *delta = Py_NewRef(AT(stream, stream, _delta));
+    if (versions != Py_None) {
+        answer = has_version(base, PyTuple_GET_ITEM(versions, 0));
+        if (answer == 1) answer = has_version(delta, PyTuple_GET_ITEM(versions, 1));
+    }
+    if (answer == 1) done = call_ready(norm_state, delta, base);
+    Py_DECREF(base);
+    Py_DECREF(delta);
+    if (answer < 0 || (answer == 1 && done == NULL)) return NULL;
+    if (answer == 0 || done == Py_None) {
+        Py_XDECREF(done);
+        Py_RETURN_NONE;
+    }
+    PyObject *held = PyObject_GetAttr(slot, s_held), *dropped = NULL;
+    if (held != NULL) dropped = held == Py_None ? Py_NewRef(Py_None) : call0(drop_held);
+    Py_XDECREF(held);
+    if (dropped != NULL) {
+        Py_DECREF(dropped);
+        y = Py_NewRef(PyTuple_GET_ITEM(done, 0));
+        PUT(stream, stream, _base, Py_NewRef(PyTuple_GET_ITEM(done, 1)));
+        PUT(stream, stream, _delta, Py_NewRef(Py_None));
+        PUT(call, AT(stream, stream, _call), pending, Py_NewRef(Py_None));
+    }
+    Py_DECREF(done);
+    return y;
+}
+
+// The norm of a stream, or None.
+static PyObject *call_with_stream(PyObject *norm_state, PyObject *stream) {
+    PyObject *call = AT(stream, stream, _call), *state = AT(call, call, state);
+    if (AT(call, call, watched) != Py_False || AT(call, call, global_hooks) != Py_False ||
+        AT(block, state, wraps_norms) != Py_False || AT(stream, stream, _reshaped) != Py_None)
+        Py_RETURN_NONE;
+    if (AT(stream, stream, _delta) == Py_None)
+        return call_plain(norm_state, AT(stream, stream, _base));
+    PyObject *y = fuse(norm_state, stream);
+    if (y != NULL && y != Py_None && add_one(&AT(block, state, inside)) < 0) Py_CLEAR(y);
+    return y;
+}
+
+// `_HandOver` of the stream's sum, whose norm is y.
+static PyObject *new_handed(PyObject *stream, PyObject *y, PyObject *norm_state) {
+    PyObject *spec = PyDict_GetItemWithError(norm_state, s__fusedops_norm);
+    PyObject *parameters = PyDict_GetItemWithError(norm_state, s__parameters);
+    if (spec == NULL || parameters == NULL) return NULL;
+    PyObject *tensor = AT(stream, stream, _base), *handed = new_object(handed_type);
+    PyObject *weight = parameter(parameters, spec, s_weight);
+    PyObject *bias = weight == NULL ? NULL : parameter(parameters, spec, s_bias);
+    PyObject *eps_name = PyObject_GetAttr(spec, s_eps), *eps = NULL;
+    if (eps_name != NULL) eps = PyDict_GetItemWithError(norm_state, eps_name);
+    Py_XDECREF(eps_name);
+    if (handed == NULL || bias == NULL || eps == NULL) goto failed;
+#define GIVE(name, value)                                                                      \
+    PUT(handed, handed, name, value);                                                          \
+    if (AT(handed, handed, name) == NULL) goto failed
+    GIVE(tensor, PyWeakref_NewRef(tensor, forget));
+    GIVE(version, PyObject_GetAttr(tensor, s__version));
+    GIVE(y, Py_NewRef(y));
+    GIVE(state, Py_NewRef(AT(call, AT(stream, stream, _call), state)));
+    GIVE(norm_state, Py_NewRef(norm_state));
+    GIVE(spec, Py_NewRef(spec));
+    GIVE(eps, Py_NewRef(eps));
+    GIVE(weight, Py_NewRef(weight));
+    GIVE(weight_version,
+         weight == Py_None ? Py_NewRef(weight) : PyObject_GetAttr(weight, s__version));
+    GIVE(bias, Py_NewRef(bias));
+    GIVE(bias_version, bias == Py_None ? Py_NewRef(bias) : PyObject_GetAttr(bias, s__version));
+    GIVE(grad, Py_NewRef(AT(stream, stream, _grad)));
+    GIVE(autocast, Py_NewRef(Py_None));
+    return handed;
+failed:
+    Py_XDECREF(handed);
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "the norm has changed meanwhile");
+    return NULL;
+}
+
+// The tensor that leaves the block for a pending stream, with the next norm done; or None.
+static PyObject *hand_over(PyObject *block_dict, PyObject *stream) {
+    PyObject *state = AT(call, AT(stream, stream, _call), state), *link = AT(block, state, link);
+    if (AT(stream, stream, _delta) == Py_None || AT(stream, stream, _reshaped) != Py_None ||
+        link == Py_None || PyObject_IsTrue(AT(block, state, outer)))
+        Py_RETURN_NONE;
+    int answer = has_any(block_dict, s__forward_hooks);
+    if (answer == 0) answer = has_any(block_dict, s__backward_hooks);
+    if (answer == 0) answer = has_any(block_dict, s__backward_pre_hooks);
+    if (answer == 0) answer = truth(call0(is_inference));
+    if (answer == 0 && AT(stream, stream, _grad) == Py_True)
+        answer = truth(call0(saves_are_watched));
+    if (answer == 0) answer = truth(call0(any_autocast));
+    if (answer != 0) return answer < 0 ? NULL : Py_NewRef(Py_None);
+
+    PyObject *norm = call0(link);
+    if (norm == NULL || norm == Py_None) return norm;
+    PyObject *norm_state = state_of(norm), *y = NULL, *handed = NULL, *result = NULL;
+    Py_DECREF(norm);
+    if (norm_state == NULL) return NULL;
+    answer = is_hooked(norm_state);
+    if (answer == 0) y = fuse(norm_state, stream);
+    if (answer == 1 || y == Py_None) {
+        result = Py_NewRef(Py_None);
+    } else if (y != NULL) {
+        handed = new_handed(stream, y, norm_state);
+        if (handed != NULL && PyObject_SetAttr(slot, s_held, handed) == 0 &&
+            add_one(&AT(block, state, across)) > 0)
+            result = Py_NewRef(AT(stream, stream, _base));
+    }
+    Py_DECREF(norm_state);
+    Py_XDECREF(y);
+    Py_XDECREF(handed);
+    return result;
+}
+
+// What the block returns, from what its forward returned; in simple cases, else Python is asked.
+static PyObject *leave_in_c(PyObject *block, PyObject *call, PyObject *output) {
+    PyObject *first = output, *left = NULL;
+    Py_ssize_t n = 0;
+    if (PyTuple_CheckExact(output) && (n = PyTuple_GET_SIZE(output)) > 0)
+        first = PyTuple_GET_ITEM(output, 0);
+    int simple = Py_IS_TYPE(first, (PyTypeObject *)stream_type) &&
+                 AT(call, call, pending) == first && AT(stream, first, _call) == call;
+    for (Py_ssize_t i = 1; simple && i < n; i++) {
+        PyObject *item = PyTuple_GET_ITEM(output, i);
+        simple = item == Py_None || Py_IS_TYPE(item, (PyTypeObject *)tensor_type);
+    }
+    if (simple) {
+        PyObject *block_dict = state_of(block);
+        left = block_dict == NULL ? NULL : hand_over(block_dict, first);
+        Py_XDECREF(block_dict);
+        if (left == NULL) return NULL;
+        if (left != Py_None && n == 0) return left;
+        if (left != Py_None) {
+            PyObject *outputs = PyTuple_New(n);
+            for (Py_ssize_t i = 1; outputs != NULL && i < n; i++)
+                PyTuple_SET_ITEM(outputs, i, Py_NewRef(PyTuple_GET_ITEM(output, i)));
+            if (outputs == NULL)
+                Py_DECREF(left);
+            else
+                PyTuple_SET_ITEM(outputs, 0, left);
+            return outputs;
+        }
+        Py_DECREF(left);
+    }
+    PyObject *arguments[] = {block, call, output};
+    return PyObject_Vectorcall(leave_block, arguments, 3, NULL);
+}
+
+// Whether the block may be run with a stream for x, and no more than that is to be looked at.
+static int may_stream(PyObject *block, PyObject *state, PyObject *x) {
+    if (!Py_IS_TYPE(x, (PyTypeObject *)tensor_type) || AT(block, state, writes) != Py_False)
+        return 0;
+    PyObject *dtype = PyObject_GetAttr(x, s_dtype);
+    if (dtype == NULL) return -1;
+    int answer = PySet_Contains(floats, dtype);
+    Py_DECREF(dtype);
+    if (answer == 1) answer = truth(call1(is_cuda, x));
+    if (answer != 1) return answer;
+    PyObject *level = PyDict_GetItemWithError(forward_ad, s__current_level);
+    if (level == NULL) return PyErr_Occurred() ? -1 : 0;
+    if (PyLong_AsLong(level) >= 0) return 0;
+    answer = truth(call0(dispatch_modes));
+    if (answer == 0) answer = truth(call0(function_modes));
+    if (answer == 0) answer = any_global_hook();
+    if (answer != 0) return answer < 0 ? -1 : 0;
+    answer = is_object(call0(transforms), Py_None);
+    if (answer == 1) answer = is_object(call0(jit_trace), Py_None);
+    if (answer != 1) return answer;
+
+    PyObject *held = PyObject_GetAttr(slot, s_held);
+    if (held == NULL) return -1;
+    Py_DECREF(held);
+    if (held == Py_None) return 1;
+    PyObject *block_dict = state_of(block);
+    if (block_dict == NULL) return -1;
+    answer = has_any(block_dict, s__forward_pre_hooks);
+    Py_DECREF(block_dict);
+    if (answer == 0) answer = PyObject_IsTrue(AT(block, state, outer));
+    return answer < 0 ? -1 : !answer;
+}
+
+static PyObject *new_call(PyObject *state) {
+    PyObject *call = new_object(call_type);
+    if (call == NULL) return NULL;
+    PUT(call, call, state, Py_NewRef(state));
+    PUT(call, call, watched, Py_NewRef(Py_False));
+    PUT(call, call, global_hooks, Py_NewRef(Py_False));
+    PUT(call, call, pending, Py_NewRef(Py_None));
+    return call;
+}
+
+// (forward, block, state, args, kwargs) -> the block's output, or NotImplemented.
+static PyObject *run_block(PyObject *unused, PyObject *const *given, Py_ssize_t nargs) {
+    if (nargs != 5 || !Py_IS_TYPE(given[2], (PyTypeObject *)block_type) ||
+        !PyTuple_Check(given[3]) || !PyDict_Check(given[4])) {
+        PyErr_SetString(PyExc_TypeError, "expected a forward, a block, its state and arguments");
+        return NULL;
+    }
+    PyObject *forward = given[0], *block = given[1], *state = given[2], *args = given[3];
+    PyObject *keys = AT(block, state, argument_keys);
+    if (PyTuple_GET_SIZE(keys) != 1 || !PyLong_Check(PyTuple_GET_ITEM(keys, 0)))
+        Py_RETURN_NOTIMPLEMENTED;
+    PyObject *key = PyTuple_GET_ITEM(keys, 0);
+    Py_ssize_t n = PyTuple_GET_SIZE(args), at = PyLong_AsSsize_t(key);
+    if (at < 0 || at >= n) Py_RETURN_NOTIMPLEMENTED;
+    PyObject *x = PyTuple_GET_ITEM(args, at);
+    int answer = may_stream(block, state, x);
+    if (answer != 1) return answer < 0 ? NULL : Py_NewRef(Py_NotImplemented);
+
+    PyObject *call = new_call(state), *grad = call0(is_grad_enabled), *arguments = NULL;
+    PyObject *stream = NULL, *output = NULL, *result = NULL;
+    if (call != NULL && grad != NULL) stream = new_stream(x, call, key, grad);
+    if (stream != NULL) arguments = PyTuple_New(n + 1);
+    if (arguments != NULL) {
+        PyTuple_SET_ITEM(arguments, 0, Py_NewRef(block));
+        for (Py_ssize_t i = 0; i < n; i++)
+            PyTuple_SET_ITEM(arguments, i + 1,
+                             Py_NewRef(i == at ? stream : PyTuple_GET_ITEM(args, i)));
+        output = PyObject_Call(forward, arguments, given[4]);
+        if (output != NULL) result = leave_in_c(block, call, output);
+        PUT(call, call, state, Py_NewRef(closed));
+        if (result != NULL && add_one(&AT(block, state, calls)) < 0) Py_CLEAR(result);
+        if (result == NULL) {
+            PyObject *type, *value, *traceback;
+            PyErr_Fetch(&type, &value, &traceback);
+            if (PyObject_SetAttr(slot, s_held, Py_None) < 0) PyErr_Clear();
+            PyErr_Restore(type, value, traceback);
+        }
+    }
+    Py_XDECREF(call);
+    Py_XDECREF(grad);
+    Py_XDECREF(stream);
+    Py_XDECREF(arguments);
+    Py_XDECREF(output);
+    return result;
+}
+
 // (norm, x) -> y, or None.
 static PyObject *call_module(PyObject *unused, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected a module and a tensor");
+        PyErr_SetString(PyExc_TypeError, "expected a module, and a tensor or a stream");
         return NULL;
     }
-    if (slot == NULL || any_global_hook == NULL) Py_RETURN_NONE;
+    if (slot == NULL) Py_RETURN_NONE;
     PyObject *state = state_of(args[0]);
     if (state == NULL) return NULL;
     PyObject *result = NULL;
     int answer = is_hooked(state);
-    if (answer == 0) answer = is_object(PyObject_GetAttr(slot, s_held), Py_None) - 1;
-    if (answer == 0) result = call_ready(state, args[1], Py_None);
+    if (answer == 1) result = Py_NewRef(Py_None);
+    if (answer == 0)
+        result = stream_type != NULL && Py_IS_TYPE(args[1], (PyTypeObject *)stream_type)
+                     ? call_with_stream(state, args[1])
+                     : call_plain(state, args[1]);
     Py_DECREF(state);
-    if (result == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    if (PyTuple_Check(result)) Py_SETREF(result, Py_NewRef(PyTuple_GET_ITEM(result, 0)));
     return result;
 }
+
+// --- the module --------------------------------------------------------------------------------
 
 // Takes the objects of GLOBALS by name; some may come later than others.
 static PyObject *configure(PyObject *unused, PyObject *args, PyObject *kwargs) {
@@ -400,6 +843,7 @@ static PyObject *configure(PyObject *unused, PyObject *args, PyObject *kwargs) {
         PyObject *value = PyDict_GetItemString(kwargs, names[i]);
         if (value != NULL) Py_XSETREF(*addresses[i], Py_NewRef(value));
     }
+    if (kwargs != NULL && PyDict_GetItemString(kwargs, "stream_type") && find_slots() < 0) return NULL;
     Py_RETURN_NONE;
 }
 
@@ -408,6 +852,8 @@ static PyMethodDef methods[] = {
     {"is_hooked", module_is_hooked, METH_O, NULL},
     {"ready_norm", (PyCFunction)(void (*)(void))ready_norm, METH_FASTCALL, NULL},
     {"call_module", (PyCFunction)(void (*)(void))call_module, METH_FASTCALL, NULL},
+    {"put_off", (PyCFunction)(void (*)(void))put_off, METH_FASTCALL, NULL},
+    {"run_block", (PyCFunction)(void (*)(void))run_block, METH_FASTCALL, NULL},
     {NULL},
 };
 

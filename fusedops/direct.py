@@ -203,8 +203,12 @@ NATIVE = os.environ.get("FUSEDOPS_NATIVE", "1") not in ("", "0")
 
 call_module: Any = None
 is_hooked: Any = None
+put_off: Any = None
 ready_norm: Any = None
-"""direct.c's functions of these names once it is loaded, for patched norms."""
+run_block: Any = None
+"""direct.c's functions of these names once it is loaded, for patched norms and blocks."""
+
+EXPORTED = ("call_module", "is_hooked", "put_off", "ready_norm", "run_block")
 
 asked: dict[str, Any] = {
     "is_grad_enabled": _is_grad_enabled,
@@ -222,7 +226,7 @@ asked: dict[str, Any] = {
 
 
 def ask(**objects: Any) -> None:
-    """Let the C ask these, too, loaded or not: integrations bring what `call_module` needs."""
+    """Let the C ask these, too, loaded or not: integrations bring what streams need."""
     asked.update(objects)
     if call_module is not None:
         load_native().configure(**objects)
@@ -231,7 +235,6 @@ def ask(**objects: Any) -> None:
 @cache
 def load_native() -> Any:
     """The compiled direct.c, or None where it cannot be had, which is logged."""
-    global call_module, is_hooked, ready_norm
     if not NATIVE:
         return None
     try:
@@ -243,7 +246,7 @@ def load_native() -> Any:
     except Exception as error:  # no compiler, no headers, a Triton that builds otherwise
         dispatch.log_once(f"calls are launched by Python: direct.c cannot be compiled ({error})")
         return None
-    call_module, is_hooked, ready_norm = native.call_module, native.is_hooked, native.ready_norm
+    globals().update({name: getattr(native, name) for name in EXPORTED})
     return native
 
 

@@ -56,7 +56,6 @@ __all__ = [
 
 _is_grad_enabled = torch.is_grad_enabled
 _is_inference_mode = torch.is_inference_mode_enabled
-_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _any_autocast = torch._C._is_any_autocast_enabled
 any_global_hook = torch_module._has_any_global_hook
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -68,11 +67,6 @@ _forward_ad = torch.autograd.forward_ad
 BLOCK = "_fusedops_block"  # instance attribute of a patched block: its BlockState
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-MIN_ELEMENTS = 2**22
-"""Hidden states on a GPU that are smaller than this pass through their block as tensors, where no
-gradient is recorded. On an H200, for 2^22 elements, an add and the reading of its sum take 8 us, a
-block's stream some 15 us of the CPU's time. What is computed is the same."""
-
 TRIALS = 2  # forwards, and missed hand-overs, after which what brought nothing is given up
 CAPTURE_MODULE = "transformers.utils.output_capturing"  # its hooks only note the tensors they see
 
@@ -99,21 +93,18 @@ class BlockState:
         "learned",
         "link",
         "missed",
-        "min_elements",
         "misses",
         "obstacle",
         "outer",
         "plain",
-        "small",
         "sources",
         "successor",
         "wraps_norms",
         "writes",
     )
 
-    def __init__(self, block_class: type, min_elements: int = 0) -> None:
+    def __init__(self, block_class: type) -> None:
         self.block_class = block_class
-        self.min_elements = min_elements  # of hidden states that go through as streams
         self.obstacle = stream_obstacle(block_class)  # why it runs unstreamed
         self.writes = writes_in_place(block_class)
         self.keys: set[Key] = set()  # where tensors came from that were the base of a useful add
@@ -134,16 +125,15 @@ class BlockState:
         self.across = 0  # adds fused with a norm after it
         self.missed = 0  # of these, those whose norm was not called as foreseen
         self.plain: Counter[str] = Counter()  # reason -> adds done by themselves
-        self.small = 0  # forwards whose hidden states were too small for streams
 
     def __reduce__(self) -> Any:
-        return BlockState, (self.block_class, self.min_elements), self.around()
+        return BlockState, (self.block_class,), self.around()
 
     def __setstate__(self, around: list[nn.Module]) -> None:
         self.outer = tuple(weakref.ref(module) for module in around)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BlockState":
-        copy = BlockState(self.block_class, self.min_elements)
+        copy = BlockState(self.block_class)
         copy.outer = tuple(weakref.ref(memo.get(id(m), m)) for m in self.around())
         return copy
 
@@ -162,7 +152,7 @@ class BlockState:
 
     def for_replica(self) -> "BlockState":
         """For a copy that lives for one forward: what this one knows, but for the next norm."""
-        replica = BlockState(self.block_class, self.min_elements)
+        replica = BlockState(self.block_class)
         replica.obstacle, replica.misses = self.obstacle, 2 * TRIALS
         replica.keys, replica.argument_keys = set(self.keys), self.argument_keys
         replica.wraps_norms = self.wraps_norms
@@ -178,7 +168,7 @@ class _Call:
     def __init__(self, state: BlockState, watched: bool) -> None:
         self.state = state
         self.watched = watched
-        self.global_hooks: bool = any_global_hook()
+        self.global_hooks = bool(any_global_hook())
         self.pending: ResidualStream | None = None
 
 
@@ -262,7 +252,6 @@ class _Slot(threading.local):
 
 
 _slot = _Slot()
-direct.ask(slot=_slot, any_global_hook=any_global_hook)
 
 
 def _forget(tensor: "weakref.ref[Tensor]") -> None:
@@ -374,6 +363,10 @@ class ResidualStream:
 
     def __add__(self, other: Any, other_first: bool = False) -> Any:
         """``self + other`` put off, where other is a tensor like it; else done."""
+        if direct.put_off is not None:
+            result = direct.put_off(self, other, other_first)
+            if result is not None:
+                return result
         call = self._call
         if call.pending is not None:
             _finish(call.pending, "another add came before a norm read the sum")
@@ -783,9 +776,6 @@ def run_block(
         if type(value) is not Tensor or value.dtype not in FLOATS:
             continue
         if call is None:
-            if watch is None and _is_small(value, state.min_elements):
-                state.small += 1
-                return forward(block, *args, **kwargs)
             if not _may_stream(state, value):
                 break
             call = _Call(state, watch is not None)
@@ -807,15 +797,7 @@ def run_block(
         _drop_held()  # a hook has seen the block's input, and may have changed it unnoticed
     unwatch = None if watch is None else watch(block)
     try:
-        output = forward(block, *args, **kwargs)
-        if type(output) is ResidualStream:
-            output = _leave_stream(block, output)
-        elif type(output) is tuple and output and type(output[0]) is ResidualStream:
-            output = (_leave_stream(block, output[0]), *map(_outside, output[1:]))
-        else:
-            output = _outside(output)
-        if call.pending is not None:
-            _finish(call.pending, "the block did not return the sum")
+        output = _leave_block(block, call, forward(block, *args, **kwargs))
     except BaseException:
         _slot.held = None
         raise
@@ -827,13 +809,17 @@ def run_block(
     return output
 
 
-def _is_small(x: Tensor, min_elements: int) -> bool:
-    """Whether an add takes the GPU less time than a stream takes the CPU.
-
-    Where gradients are recorded a fused add spares work in the backward, too, and a captured graph
-    keeps the launches alone.
-    """
-    return x.numel() < min_elements and x.is_cuda and not _is_grad_enabled() and not _is_capturing()
+def _leave_block(block: nn.Module, call: _Call, output: Any) -> Any:
+    """The block's output without streams in it, and every add done."""
+    if type(output) is ResidualStream:
+        output = _leave_stream(block, output)
+    elif type(output) is tuple and output and type(output[0]) is ResidualStream:
+        output = (_leave_stream(block, output[0]), *map(_outside, output[1:]))
+    else:
+        output = _outside(output)
+    if call.pending is not None:
+        _finish(call.pending, "the block did not return the sum")
+    return output
 
 
 def _may_stream(state: BlockState, x: Tensor) -> bool:
@@ -955,3 +941,26 @@ def _hand_over_obstacle(block: nn.Module, norm: nn.Module, stream: ResidualStrea
 
 def _may_edit(hooks: dict[int, Any]) -> bool:
     return any(getattr(hook, "__module__", None) != CAPTURE_MODULE for hook in hooks.values())
+
+
+direct.ask(
+    any_autocast=_any_autocast,
+    block_type=BlockState,
+    call_type=_Call,
+    closed=_closed,
+    dispatch_modes=_dispatch_modes,
+    drop_held=_drop_held,
+    floats=FLOATS,
+    forget=_forget,
+    global_hooks=vars(torch_module),
+    handed_type=_HandOver,
+    is_cuda=Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    is_inference=_is_inference_mode,
+    jit_trace=_jit_trace,
+    leave_block=_leave_block,
+    saves_are_watched=_saves_are_watched,
+    slot=_slot,
+    stream_type=ResidualStream,
+    tensor_type=Tensor,
+    transforms=_transforms,
+)
