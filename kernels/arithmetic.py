@@ -4,7 +4,15 @@
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "divide", "reciprocal_root", "round_to", "row_offsets"]
+__all__ = [
+    "INTERPRETED",
+    "divide",
+    "opaque",
+    "reciprocal_root",
+    "round_to",
+    "row_offsets",
+    "sum_both",
+]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -32,6 +40,27 @@ def round_to(value, DTYPE: tl.constexpr):
         return (bits >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     else:
         return value.to(DTYPE)
+
+
+@triton.jit
+def opaque(value):
+    """``value``, of which the compiler does not know that it is the same.
+
+    What is computed from it is computed here, from 2-byte elements say, instead of being kept from
+    earlier in more registers. For NVIDIA GPUs, and
+    types of 2 or 4 bytes.
+    """
+    if INTERPRETED:
+        return value
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;",
+            "=r,r",
+            [value],
+            dtype=value.dtype,
+            is_pure=False,
+            pack=32 // value.dtype.primitive_bitwidth,
+        )
 
 
 @triton.jit
@@ -70,3 +99,12 @@ def row_offsets(rows, n_inner, outer_stride, row_stride):
         return rows * row_stride
     else:
         return (rows // n_inner) * outer_stride + (rows % n_inner) * row_stride
+
+
+@triton.jit
+def sum_both(a, b):
+    """Row sums of two tiles, by one exchange between the warps instead of two."""
+    if INTERPRETED:  # NumPy would add the joined tile up one by one, and lose digits
+        return tl.sum(a, axis=1), tl.sum(b, axis=1)
+    else:
+        return tl.sum(tl.join(a, b), axis=1).split()

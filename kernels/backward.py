@@ -19,11 +19,13 @@ program into one row of ``dweight_partial_ptr`` / ``dbias_partial_ptr`` (n_progr
 import triton
 import triton.language as tl
 
-from fusedops.kernels.arithmetic import divide, round_to, row_offsets
+from fusedops.kernels.arithmetic import divide, opaque, round_to, row_offsets, sum_both
+from fusedops.kernels.exchange import receive, send, take_ticket
 
 __all__ = [
     "norm_backward_kernel",
     "norm_backward_looped_kernel",
+    "norm_backward_sliced_kernel",
     "reduce_partials_kernel",
     "weight_gradient_kernel",
 ]
@@ -118,6 +120,150 @@ def norm_backward_kernel(
             tl.store(ds_ptr + ds_offsets, round_to(ds, ds_ptr.dtype.element_ty), mask=mask)
 
     partial_offsets = pid.to(tl.int64) * N_COLS + cols
+    if dweight_partial_ptr is not None:
+        tl.store(dweight_partial_ptr + partial_offsets, tl.sum(dweight, axis=0), mask=col_mask)
+    if dbias_partial_ptr is not None:
+        tl.store(dbias_partial_ptr + partial_offsets, tl.sum(dbias, axis=0), mask=col_mask)
+
+
+@triton.jit
+def load_slice(ptr, row, mask, cols, n_inner, outer_stride, row_stride):
+    """Columns ``cols`` of one row, (1, BLOCK_SIZE)."""
+    offset = row_offsets(row, n_inner, outer_stride, row_stride)
+    return tl.load(ptr + offset + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def normalised(s, mean, rstd, mask, CENTERED: tl.constexpr, MASKED: tl.constexpr):
+    """x_hat in fp32, zero beyond the row."""
+    x_hat = s.to(tl.float32)
+    if CENTERED:
+        x_hat -= mean
+        if MASKED:
+            x_hat = tl.where(mask, x_hat, 0.0)
+    return x_hat * rstd
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_inner"])
+def norm_backward_sliced_kernel(
+    s_ptr,
+    dy_ptr,
+    dsum_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    ds_ptr,
+    dweight_partial_ptr,
+    dbias_partial_ptr,
+    exchange_ptr,
+    n_rows,
+    n_inner,
+    s_row_stride,
+    s_outer_stride,
+    dy_row_stride,
+    dy_outer_stride,
+    dsum_row_stride,
+    dsum_outer_stride,
+    ds_row_stride,
+    N_COLS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SLICE_COLS: tl.constexpr,
+):
+    """Persistent, for rows whose weight gradients do not fit one program's registers (not fp64).
+
+    N_SLICES programs walk over the same rows, each with its own columns. Both sums of a row are
+    exchanged between them, which takes longer than a slice's share of the memory's time. So a
+    program first sends the sums of its next row, and then finishes the row before, whose messages
+    have had the time of a load to arrive. Two rows are kept meanwhile, as they are stored.
+    """
+    N_SLICES: tl.constexpr = (N_COLS - 1) // SLICE_COLS + 1
+    MASKED: tl.constexpr = N_SLICES * BLOCK_SIZE != N_COLS
+
+    ticket = take_ticket(exchange_ptr)
+    first = ticket // N_SLICES
+    index = (ticket % N_SLICES).to(tl.int32)
+    step = tl.num_programs(0) // N_SLICES
+    cols = index * SLICE_COLS + tl.arange(0, BLOCK_SIZE)
+    if MASKED:
+        col_mask = cols < tl.minimum((index + 1) * SLICE_COLS, N_COLS)
+    else:
+        col_mask = tl.full((BLOCK_SIZE,), True, tl.int1)
+    mask = col_mask[None, :]
+    count = tl.cast(N_COLS, tl.float32)
+    if weight_ptr is not None:
+        stored_weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)[None, :]
+    if dweight_partial_ptr is not None:
+        dweight = tl.zeros((1, BLOCK_SIZE), dtype=tl.float32)
+    if dbias_partial_ptr is not None:
+        dbias = tl.zeros((1, BLOCK_SIZE), dtype=tl.float32)
+
+    # The first turn only sends, the last one only finishes: where a row is not there, its masked
+    # loads give zeros, and nothing is sent or stored.
+    s = tl.zeros((1, BLOCK_SIZE), dtype=s_ptr.dtype.element_ty)
+    dy = tl.zeros((1, BLOCK_SIZE), dtype=dy_ptr.dtype.element_ty)
+    mean = 0.0
+    rstd = 0.0
+    for next_row in range(first, n_rows + step, step):
+        row = next_row - step
+        started = row >= 0
+        there = next_row < n_rows
+        next_s = load_slice(
+            s_ptr, next_row, mask & there, cols, n_inner, s_outer_stride, s_row_stride
+        )
+        next_dy = load_slice(
+            dy_ptr, next_row, mask & there, cols, n_inner, dy_outer_stride, dy_row_stride
+        )
+        next_rstd = tl.load(rstd_ptr + next_row, mask=there, other=0.0)
+        next_mean = 0.0
+        if CENTERED:
+            next_mean = tl.load(mean_ptr + next_row, mask=there, other=0.0)
+        if dsum_ptr is not None:
+            dsum = load_slice(
+                dsum_ptr, row, mask & started, cols, n_inner, dsum_outer_stride, dsum_row_stride
+            )
+
+        x_hat = normalised(next_s, next_mean, next_rstd, mask & there, CENTERED, MASKED)
+        g = next_dy.to(tl.float32)
+        if dweight_partial_ptr is not None:
+            dweight += g * x_hat
+        if dbias_partial_ptr is not None:
+            dbias += g
+        if ds_ptr is not None:
+            if weight_ptr is not None:
+                g *= opaque(stored_weight).to(tl.float32) + WEIGHT_OFFSET
+            if CENTERED:
+                gx_sum, g_sum = sum_both(g * x_hat, g)
+            else:
+                gx_sum = tl.sum(g * x_hat, axis=1)
+                g_sum = gx_sum
+            here = tl.full((1,), 0, tl.int64) + next_row
+            send(exchange_ptr, here, index, gx_sum, g_sum, here < n_rows, N_SLICES)
+
+            if started:
+                gx_sums, g_sums = receive(exchange_ptr, row, N_SLICES)
+                ds = dy.to(tl.float32)
+                if weight_ptr is not None:
+                    ds *= opaque(stored_weight).to(tl.float32) + WEIGHT_OFFSET
+                x_hat = normalised(s, mean, rstd, mask, CENTERED, MASKED)
+                ds -= x_hat * divide(tl.sum(gx_sums, axis=0), count)
+                if CENTERED:
+                    ds -= divide(tl.sum(g_sums, axis=0), count)
+                ds *= rstd
+                if dsum_ptr is not None:
+                    ds += dsum.to(tl.float32)
+                tl.store(
+                    ds_ptr + row * ds_row_stride + cols[None, :],
+                    round_to(ds, ds_ptr.dtype.element_ty),
+                    mask=mask,
+                )
+        s = next_s
+        dy = next_dy
+        mean = next_mean
+        rstd = next_rstd
+
+    partial_offsets = first * N_COLS + cols
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_offsets, tl.sum(dweight, axis=0), mask=col_mask)
     if dbias_partial_ptr is not None:

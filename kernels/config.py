@@ -8,6 +8,7 @@ result never depends on the batch it came in. There is no autotuner for the same
 from dataclasses import dataclass
 from functools import cache
 
+import torch
 import triton
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "backward_config",
     "forward_config",
     "reduce_config",
+    "slice_columns",
     "weight_gradient_config",
 ]
 
@@ -25,10 +27,16 @@ class LaunchConfig:
     """How one kernel is launched.
 
     block_rows: rows a tile holds.
-    block_size: columns a tile holds, a power of two; below H the kernel loops over chunks.
+    block_size: columns a tile holds, a power of two; below H the kernel loops over chunks, unless
+        the row is sliced.
     num_warps: warps a program.
     num_stages: depth of the software pipeline of the row loop (1: none).
     programs_per_sm: for persistent kernels, programs launched for each multiprocessor.
+    slices: programs that share a row.
+    weights_first: the forward loads weight and bias before it has the statistics, which hides
+        their latency where there are few rows, and takes registers.
+    packed: the forward keeps 2-byte elements as they are between its uses of them, in half the
+        registers, and converts them each time. Their bits stay the same.
     """
 
     block_rows: int
@@ -36,6 +44,14 @@ class LaunchConfig:
     num_warps: int
     num_stages: int = 1
     programs_per_sm: int = 1
+    slices: int = 1
+    weights_first: bool = False
+    packed: bool = False
+
+
+# What slices and packed are made of is NVIDIA's, and Triton's interpreter, which runs programs one
+# after another, would wait forever for a row's other slices.
+NVIDIA = torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
 def next_power_of_2(n: int) -> int:
@@ -81,6 +97,14 @@ FORWARD = {  # (centered, adds) -> rows that fill their block, rows that do not
     (False, True): (FORWARD_ADD_RMS, FORWARD_ADD_RMS | MASKED_ADD_RMS),
     (True, True): (FORWARD_ADD_LAYER, FORWARD_ADD_LAYER | MASKED_ADD_LAYER),
 }
+
+
+def slice_columns(n_cols: int, slices: int) -> int:
+    """Columns of each slice, the last of which may have fewer.
+
+    All slices begin where 16-byte loads may.
+    """
+    return n_cols if slices == 1 else triton.cdiv(triton.cdiv(n_cols, slices), 16) * 16
 
 
 def least_rows(block_size: int) -> int:

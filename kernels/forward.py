@@ -18,24 +18,23 @@ leaves out what it stands for.
 LayerNorm's statistics are the corrected two-pass ones (Chan, Golub & LeVeque 1983, "Algorithms for
 computing the sample variance", eq. 1.7): the second pass also sums the deviations, which cancels
 the rounding error of the first mean. A constant row therefore centres to exactly zero. Rows beyond
-one block merge their chunks' statistics by the update of the same paper (eq. 2.1).
+one block merge their slices' or chunks' statistics by the update of the same paper (eq. 2.1).
 """
 
 import triton
 import triton.language as tl
 
-from fusedops.kernels.arithmetic import INTERPRETED, divide, reciprocal_root, round_to, row_offsets
+from fusedops.kernels.arithmetic import (
+    divide,
+    opaque,
+    reciprocal_root,
+    round_to,
+    row_offsets,
+    sum_both,
+)
+from fusedops.kernels.exchange import receive, send, take_ticket
 
 __all__ = ["norm_forward_kernel", "norm_forward_looped_kernel"]
-
-
-@triton.jit
-def sum_both(a, b):
-    """Row sums of two tiles, by one exchange between the warps instead of two."""
-    if INTERPRETED:  # NumPy would add the joined tile up one by one, and lose digits
-        return tl.sum(a, axis=1), tl.sum(b, axis=1)
-    else:
-        return tl.sum(tl.join(a, b), axis=1).split()
 
 
 @triton.jit
@@ -67,6 +66,31 @@ def scale_and_shift(
     return y
 
 
+@triton.jit
+def again(s, stored, PACKED):
+    """``s``, which is ``stored`` converted: PACKED converts once more instead of keeping it."""
+    if PACKED:
+        return opaque(stored).to(s.dtype)
+    else:
+        return s
+
+
+@triton.jit
+def merge_moments(means, m2s, N_COLS: tl.constexpr, SLICE_COLS: tl.constexpr):
+    """Mean and sum of squared deviations of a row, each (1,), from those of its slices.
+
+    Eq. 2.1 of the paper above for many parts at once: means are taken relative to the first, so
+    that constant rows stay exact.
+    """
+    indices = tl.arange(0, means.shape[0])
+    counts = tl.minimum(tl.maximum(N_COLS - indices * SLICE_COLS, 0), SLICE_COLS).to(tl.float32)
+    first = tl.sum(tl.where(indices == 0, means, 0.0), axis=0, keep_dims=True)
+    shift = tl.sum((means - first) * counts, axis=0, keep_dims=True)
+    mean = first + divide(shift, tl.cast(N_COLS, tl.float32))
+    deviations = means - mean
+    return mean, tl.sum(m2s + counts * deviations * deviations, axis=0, keep_dims=True)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
 def norm_forward_kernel(
     x_ptr,
@@ -85,69 +109,107 @@ def norm_forward_kernel(
     residual_outer_stride,
     y_row_stride,
     eps: tl.float64,
+    exchange_ptr,
     N_COLS: tl.constexpr,
     CENTERED: tl.constexpr,
     CAST_INPUT: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SLICE_COLS: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """BLOCK_ROWS whole rows a program; BLOCK_SIZE is the smallest power of two >= N_COLS.
+    """BLOCK_ROWS whole rows a program, or (BLOCK_ROWS = 1) a slice of SLICE_COLS columns of a row.
+
+    SLICE_COLS is N_COLS where rows are not sliced; BLOCK_SIZE is the next power of two.
 
     The row length is a constant here so that the compiler drops the lanes beyond it, and all
     masking of columns where it is a power of two itself.
     """
-    MASKED: tl.constexpr = BLOCK_SIZE != N_COLS
+    N_SLICES: tl.constexpr = (N_COLS - 1) // SLICE_COLS + 1
+    MASKED: tl.constexpr = N_SLICES * BLOCK_SIZE != N_COLS
     S_DTYPE: tl.constexpr = (x_ptr if sum_ptr is None else sum_ptr).dtype.element_ty
     Y_DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if tl.float64 == S_DTYPE else tl.float32
 
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_SIZE)
-    row_mask = rows < n_rows
-    col_mask = (cols < N_COLS) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
+    if N_SLICES == 1:
+        rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        slice_mask = rows < n_rows  # rows whose statistics this program stores
+        row_mask = slice_mask
+        count = tl.cast(N_COLS, ACC)
+        end = N_COLS
+    else:
+        ticket = take_ticket(exchange_ptr)
+        row = ticket // N_SLICES
+        index = (ticket % N_SLICES).to(tl.int32)
+        rows = row + tl.arange(0, 1)
+        row_mask = rows < n_rows
+        slice_mask = row_mask & (index == 0)
+        cols += index * SLICE_COLS
+        end = tl.minimum((index + 1) * SLICE_COLS, N_COLS)
+        count = (end - index * SLICE_COLS).to(ACC)
+    col_mask = (cols < end) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
     mask = row_mask[:, None] & col_mask[None, :]
 
+    if WEIGHTS_FIRST:
+        weight = load_columns(weight_ptr, cols, col_mask, 1.0)
+        bias = load_columns(bias_ptr, cols, col_mask, 0.0)
     x_offsets = row_offsets(rows, n_inner, x_outer_stride, x_row_stride)
     y_offsets = (rows * y_row_stride)[:, None] + cols[None, :]
-    s = tl.load(x_ptr + x_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+    stored = tl.load(x_ptr + x_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+    s = stored.to(ACC)
     if residual_ptr is not None:
         r_offsets = row_offsets(rows, n_inner, residual_outer_stride, residual_row_stride)
         residual = tl.load(
             residual_ptr + r_offsets[:, None] + cols[None, :], mask=mask, other=0.0
         ).to(ACC)
-        summed = round_to(residual + s, S_DTYPE)
-        tl.store(sum_ptr + y_offsets, summed, mask=mask)
-        s = summed.to(ACC)
+        stored = round_to(residual + s, S_DTYPE)
+        tl.store(sum_ptr + y_offsets, stored, mask=mask)
+        s = stored.to(ACC)
 
-    count = tl.cast(N_COLS, ACC)
     if CENTERED:
         mean = divide(tl.sum(s, axis=1), count)
-        deviation = s - mean[:, None]
+        deviation = again(s, stored, PACKED) - mean[:, None]
         if MASKED:
             deviation = tl.where(mask, deviation, 0.0)
-        deviation_sum, square_sum = sum_both(deviation, deviation * deviation)
+        deviation_sum, m2 = sum_both(deviation, deviation * deviation)
         correction = divide(deviation_sum, count)
-        variance = divide(square_sum, count) - correction * correction
-        variance = tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        m2 -= deviation_sum * correction
         mean += correction
-        s -= mean[:, None]
+        if N_SLICES > 1:
+            send(exchange_ptr, rows, index, mean, m2, row_mask, N_SLICES)
+            means, m2s = receive(exchange_ptr, row, N_SLICES)
+            mean, m2 = merge_moments(means, m2s, N_COLS, SLICE_COLS)
+        variance = divide(m2, tl.cast(N_COLS, ACC))
+        variance = tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        s = again(s, stored, PACKED) - mean[:, None]
         if MASKED:
             s = tl.where(mask, s, 0.0)
         if mean_ptr is not None:
-            tl.store(mean_ptr + rows, mean, mask=row_mask)
+            tl.store(mean_ptr + rows, mean, mask=slice_mask)
     else:
-        variance = divide(tl.sum(s * s, axis=1), count)
+        squares = tl.sum(s * s, axis=1)
+        if N_SLICES > 1:
+            send(exchange_ptr, rows, index, squares, squares, row_mask, N_SLICES)
+            squares, _ = receive(exchange_ptr, row, N_SLICES)
+            squares = tl.sum(squares, axis=0, keep_dims=True)
+        variance = divide(squares, tl.cast(N_COLS, ACC))
+        s = again(s, stored, PACKED)
     rstd = reciprocal_root(variance, eps)  # eps inside the root: PyTorch's convention
     if rstd_ptr is not None:
-        tl.store(rstd_ptr + rows, rstd, mask=row_mask)
+        tl.store(rstd_ptr + rows, rstd, mask=slice_mask)
 
+    if not WEIGHTS_FIRST:
+        weight = load_columns(weight_ptr, cols, col_mask, 1.0)
+        bias = load_columns(bias_ptr, cols, col_mask, 0.0)
     y = scale_and_shift(
         s * rstd[:, None],
         weight_ptr,
         bias_ptr,
-        load_columns(weight_ptr, cols, col_mask, 1.0),
-        load_columns(bias_ptr, cols, col_mask, 0.0),
+        weight,
+        bias,
         S_DTYPE,
         Y_DTYPE,
         CAST_INPUT,

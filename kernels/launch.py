@@ -16,6 +16,7 @@ from torch import Tensor
 from fusedops.kernels.backward import (
     norm_backward_kernel,
     norm_backward_looped_kernel,
+    norm_backward_sliced_kernel,
     reduce_partials_kernel,
     weight_gradient_kernel,
 )
@@ -25,8 +26,10 @@ from fusedops.kernels.config import (
     backward_config,
     forward_config,
     reduce_config,
+    slice_columns,
     weight_gradient_config,
 )
+from fusedops.kernels.exchange import EMPTY, exchange_size
 from fusedops.kernels.forward import norm_forward_kernel, norm_forward_looped_kernel
 
 __all__ = ["Call", "launch_backward", "launch_forward", "prepare_forward"]
@@ -64,6 +67,11 @@ def run(call: Call, device: torch.device) -> None:
         call.kernel[call.grid](*call.arguments, **call.meta)
 
 
+def is_looped(config: LaunchConfig, n_cols: int) -> bool:
+    """Whether a program walks over its row in chunks."""
+    return config.slices == 1 and config.block_size < n_cols
+
+
 def row_strides(rows: Tensor | None, n_rows: int) -> tuple[int | None, int | None]:
     """(row stride, stride between groups of rows) of a view of rows, in elements."""
     if rows is None:
@@ -72,6 +80,14 @@ def row_strides(rows: Tensor | None, n_rows: int) -> tuple[int | None, int | Non
         return rows.stride(1), rows.stride(0)
     # A single row's stride carries no meaning; one value for it spares a compiled variant.
     return (rows.shape[-1] if n_rows == 1 else rows.stride(0)), None
+
+
+def exchange_memory(n_rows: int, slices: int, device: torch.device) -> Tensor | None:
+    """What programs that share rows tell each other through; None where none do."""
+    if slices == 1:
+        return None
+    size = exchange_size(n_rows, slices)
+    return torch.full((size,), EMPTY.value, dtype=torch.int64, device=device)
 
 
 def prepare_forward(
@@ -94,36 +110,42 @@ def prepare_forward(
     n_rows = x.numel() // n_cols
     s = x if summed is None else summed
     config = forward_config(n_cols, s.dtype.itemsize, centered, residual is not None)
-    return Call(
-        norm_forward_looped_kernel if config.block_size < n_cols else norm_forward_kernel,
-        (triton.cdiv(n_rows, config.block_rows),),
-        (
-            x,
-            residual,
-            weight,
-            bias,
-            y,
-            summed,
-            mean,
-            rstd,
-            n_rows,
-            x.shape[1] if x.dim() == 3 else None,
-            *row_strides(x, n_rows),
-            *row_strides(residual, n_rows),
-            n_cols,
-            eps,
-        ),
-        {
-            "N_COLS": n_cols,
-            "CENTERED": centered,
-            "CAST_INPUT": cast_input,
-            "WEIGHT_OFFSET": weight_offset,
-            "BLOCK_ROWS": config.block_rows,
-            "BLOCK_SIZE": config.block_size,
-            "num_warps": config.num_warps,
-            "enable_fp_fusion": FP_FUSION,
-        },
+    arguments = (
+        x,
+        residual,
+        weight,
+        bias,
+        y,
+        summed,
+        mean,
+        rstd,
+        n_rows,
+        x.shape[1] if x.dim() == 3 else None,
+        *row_strides(x, n_rows),
+        *row_strides(residual, n_rows),
+        n_cols,
+        eps,
     )
+    meta = {
+        "N_COLS": n_cols,
+        "CENTERED": centered,
+        "CAST_INPUT": cast_input,
+        "WEIGHT_OFFSET": weight_offset,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_SIZE": config.block_size,
+        "num_warps": config.num_warps,
+        "enable_fp_fusion": FP_FUSION,
+    }
+    if is_looped(config, n_cols):
+        return Call(norm_forward_looped_kernel, (n_rows,), arguments, meta)
+    arguments = (*arguments, exchange_memory(n_rows, config.slices, x.device))
+    meta |= {
+        "SLICE_COLS": slice_columns(n_cols, config.slices),
+        "WEIGHTS_FIRST": config.weights_first,
+        "PACKED": config.packed,
+    }
+    grid = (triton.cdiv(n_rows, config.block_rows) * config.slices,)
+    return Call(norm_forward_kernel, grid, arguments, meta)
 
 
 def launch_forward(x: Tensor, *arguments: Any, **options: Any) -> None:
@@ -158,11 +180,9 @@ def launch_backward(
         return
     device = s.device
     config = backward_config(n_cols, s.dtype.itemsize, mean is not None, dsum is not None)
-    looped = config.block_size < n_cols
-    n_partials = min(
-        triton.cdiv(n_rows, config.block_rows),
-        LOOPED_PARTIALS if looped else multiprocessors(device) * config.programs_per_sm,
-    )
+    looped = is_looped(config, n_cols)
+    walkers = max(1, multiprocessors(device) * config.programs_per_sm // config.slices)
+    n_partials = min(triton.cdiv(n_rows, config.block_rows), LOOPED_PARTIALS if looped else walkers)
 
     def partial_sums(gradient: Tensor | None) -> Tensor | None:
         if gradient is None:
@@ -184,7 +204,13 @@ def launch_backward(
     inputs = (s, dy, dsum, weight, mean, rstd)
     partials = (dweight_partial, dbias_partial)
     strides = (*s_strides, *dy_strides, *row_strides(dsum, n_rows), n_cols)
-    if not looped:
+    if config.slices > 1:
+        meta |= {"SLICE_COLS": slice_columns(n_cols, config.slices)}
+        exchange = exchange_memory(n_rows, config.slices, device)
+        arguments = (*inputs, ds, *partials, exchange, *counts, *strides)
+        grid = (n_partials * config.slices,)
+        run(Call(norm_backward_sliced_kernel, grid, arguments, meta), device)
+    elif not looped:
         meta |= {"BLOCK_ROWS": config.block_rows, "NUM_STAGES": config.num_stages}
         arguments = (*inputs, ds, *partials, *counts, *strides)
         run(Call(norm_backward_kernel, (n_partials,), arguments, meta), device)

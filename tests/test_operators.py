@@ -122,6 +122,68 @@ def test_rows_in_chunks_as_accurate_as_torch(
     check_against(op.torch_function(), op, inputs, upstream(op, inputs))
 
 
+@pytest.fixture
+def sliced(monkeypatch):
+    """Rows are shared by three programs, as very long ones are.
+
+    The interpreter runs one program after another, so none could wait for another's message there.
+    Each kernel is launched twice instead: messages do not depend on those received, and at the
+    second launch all are there. What the first one wrote, the second overwrites.
+    """
+    from fusedops.kernels import launch
+    from fusedops.kernels.config import LaunchConfig
+
+    config = LaunchConfig(block_rows=1, block_size=64, num_warps=4, programs_per_sm=2, slices=3)
+    for name in ("forward_config", "backward_config"):
+        monkeypatch.setattr(launch, name, lambda *_: config)
+    run = launch.run
+
+    def run_twice(call, device):
+        run(call, device)
+        if "SLICE_COLS" in call.meta:
+            exchange = next(a for a in call.arguments if getattr(a, "dtype", None) == torch.int64)
+            assert (exchange != -1).sum() == exchange.numel() - 15  # all programs came and sent
+            exchange[0] = -1
+            run(call, device)
+
+    if fusedops.dispatch.INTERPRETED:
+        monkeypatch.setattr(launch, "run", run_twice)
+    return config
+
+
+@pytest.mark.usefixtures("kernels_run", "sliced")
+@pytest.mark.parametrize(("hidden_size", "dtype"), [(192, BF16), (145, FP32), (120, FP16)])
+def test_sliced_rows_as_accurate_as_torch(op, hidden_size, dtype, device, check_against):
+    """Whole slices, a last one that is short, and slices that do not fill their blocks."""
+    inputs = op.inputs((8, hidden_size), dtype, device)
+    check_against(op.torch_function(), op, inputs, upstream(op, inputs))
+
+
+@pytest.mark.usefixtures("kernels_run", "sliced")
+def test_sliced_rows_at_two_strides(op, device, assert_same):
+    """Rows of a head slice, misaligned, without weight: as contiguous ones, and as one by one."""
+    inputs = {n: t for n, t in op.inputs((2, 3, 129), BF16, device).items() if t.dim() > 1}
+    missing = dict.fromkeys(n for n in op.argument_names if n in ("weight", "bias"))
+    grads = upstream(op, inputs)
+    plain = op.run(inputs | missing, *grads)
+    laid_out = {n: column_sliced(t) for n, t in inputs.items()}
+    assert_same(op.run(laid_out | missing, *(column_sliced(g) for g in grads)), plain)
+    alone = op.run({n: t[1, 1] for n, t in inputs.items()} | missing, *(g[1, 1] for g in grads))
+    assert torch.equal(alone.y, plain.y[1, 1])
+    assert torch.equal(alone.grads["x"], plain.grads["x"][1, 1])
+
+
+@pytest.mark.usefixtures("kernels_run", "sliced")
+def test_nan_in_one_sliced_row(op, device):
+    """Also a NaN of all ones, the bits that mean that there is no message yet."""
+    inputs = op.inputs((3, 130), FP32, device)
+    expected, _ = op.call(inputs)
+    inputs["x"][1, 70] = torch.tensor(-1, dtype=torch.int32).view(FP32)
+    y, _ = op.call(inputs)
+    assert y[1].isnan().all()
+    assert torch.equal(y[::2], expected[::2])
+
+
 @pytest.mark.parametrize("shape", [(3000,), (5, 11, 40), (3, 1, 5, 3, 48)], ids=str)
 def test_any_rank(op, shape, device, check_against):
     inputs = op.inputs(shape, FP32, device)
