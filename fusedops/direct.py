@@ -348,6 +348,7 @@ def remember(
         return
     import triton
 
+    from fusedops.kernels.config import forward_config
     from fusedops.kernels.launch import TRITON_RELEASE
 
     vectors = [vector for vector in (weight, bias) if vector is not None]
@@ -375,6 +376,9 @@ def remember(
         ],
     )
     sum_dtype = None if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    itemsize = (sum_dtype or x.dtype).itemsize
+    if forward_config(x.shape[-1], itemsize, spec.centered, residual is not None).slices > 1:
+        return  # each such call needs memory of its own
     statistics = None if train is None else reference.compute_dtype(sum_dtype or x.dtype)
     plan = Plan(
         check=guard.check,
