@@ -22,15 +22,18 @@ if (_ROOT / "setup.cfg").is_file() and (_ROOT / "kernels").is_dir():
 from fusedops._version import __version__  # noqa: E402
 from fusedops.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm  # noqa: E402
 from fusedops.nn import AddLayerNorm, AddRMSNorm, LayerNorm, RMSNorm  # noqa: E402
+from fusedops.precompile import NormShape, warmup  # noqa: E402
 
 __all__ = [
     "AddLayerNorm",
     "AddRMSNorm",
     "LayerNorm",
+    "NormShape",
     "RMSNorm",
     "__version__",
     "add_layer_norm",
     "add_rms_norm",
     "layer_norm",
     "rms_norm",
+    "warmup",
 ]

@@ -6,5 +6,9 @@ from fusedops.integrations.parity import check_parity
 from fusedops.integrations.parity_report import ParityReport
 from fusedops.integrations.patching import patch, patched, unpatch
 from fusedops.integrations.report import PatchReport
+from fusedops.integrations.warmup import describe_patched
+from fusedops.precompile import describe_by
 
 __all__ = ["ParityReport", "PatchReport", "check_parity", "load", "patch", "patched", "unpatch"]
+
+describe_by(describe_patched)  # whoever has a patched model has imported this package
