@@ -4,7 +4,8 @@
     python bench/e2e.py --out e2e.json [--models llama-1b gpt2-xl] [--measures decode prefill]
 
 Random weights, eager, bf16. All variants of a model share its weights and take turns in one
-process; the figure is the smallest of the wall times seen, each up to a synchronise. Decode is one
+process, each time in another order; the figure is the smallest of the wall times seen, each up to a
+synchronise, and beside it stands the median of the ratios within a round. Decode is one
 step of one token on a cache of 128, prefill the forward of 4 x 2048 tokens (or as many as the
 model has positions) with the last logits alone, training a forward and backward of as many.
 Kernels are counted by torch's profiler.
@@ -15,6 +16,8 @@ import copy
 import gc
 import inspect
 import json
+import operator
+import statistics
 import sys
 import time
 
@@ -134,11 +137,17 @@ def main():
                 gc.collect()
                 gc.disable()  # a collection, some 40 ms here, would hit one variant or another
                 deadline = time.perf_counter() + options.seconds
+                order = list(calls)
                 while time.perf_counter() < deadline:
-                    for key, call in calls.items():
-                        times[key] += [wall(*call) for _ in range(4 if "decode" in measure else 1)]
+                    for key in order:
+                        times[key].append(wall(*calls[key]))
+                    order.append(order.pop(0))  # what ran before heats the GPU or fills caches
             gc.enable()
             best = {key: min(values) for key, values in times.items()}
+            rounds = {
+                key: statistics.median(map(operator.truediv, times["unpatched"], values))
+                for key, values in times.items()
+            }
             for key in calls:
                 rows.append(
                     {
@@ -147,13 +156,15 @@ def main():
                         "variant": key,
                         "ms": round(best[key], 4),
                         "ratio": round(best["unpatched"] / best[key], 4),
+                        "median_ratio": round(rounds[key], 4),
                         "kernels": launched[key],
                         "runs": len(times[key]),
                         "fused": str(reports[key].fused) if key in reports else None,
                     }
                 )
             line = "  ".join(
-                f"{key} {best[key]:.3f} ms x{best['unpatched'] / best[key]:.3f} ({launched[key]}k)"
+                f"{key} {best[key]:.3f} ms x{best['unpatched'] / best[key]:.3f} "
+                f"({rounds[key]:.3f}, {launched[key]}k)"
                 for key in calls
             )
             print(f"{name:9s} {measure:10s} {line}", flush=True)

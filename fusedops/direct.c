@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is done in every call, in C: `Caller` is `Plan.python_caller` of fusedops/direct.py,
 // `ready_norm` that of integrations/norms.py, and the rest is the residual stream of
-// integrations/stream.py in a known block: `run_block`, the stream's add (`put_off`), and the call of
-// a patched norm on a stream or a tensor (`call_module`). Whatever is out of the ordinary returns None
-// before anything is done, and whoever called goes on in Python. Compiled and cached by Triton's own
-// builder, which needs the same compiler; without one the Python does it all.
+// integrations/stream.py in a known block: `run_block`, the stream's add (`put_off`), and the call
+// of a patched norm on a stream or a tensor (`call_module`). Whatever is out of the ordinary
+// returns None before anything is done, and whoever called goes on in Python. Compiled and cached
+// by Triton's own builder, which needs the same compiler; without one the Python does it all.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -25,10 +25,10 @@ GLOBALS(DECLARE)
     X(shape) X(calls) X(launch_enter_hook) X(launch_exit_hook) X(_current_level) X(held)       \
     X(__dict__) X(_fusedops_ready) X(_forward_pre_hooks) X(_forward_hooks) X(_backward_hooks)  \
     X(_backward_pre_hooks) X(forward) X(_compiled_call_impl) X(_parameters) X(call)           \
-    X(add_call) X(eps) X(eps_name) X(weight) X(bias) X(_fusedops_norm) X(dtype) X(_version) \
+    X(add_call) X(eps) X(eps_name) X(weight) X(bias) X(_fusedops_norm) X(dtype) X(_version)    \
     X(_global_backward_pre_hooks) X(_global_backward_hooks) X(_global_forward_pre_hooks)       \
     X(_global_forward_hooks) X(_global_forward_hooks_always_called)                            \
-    X(_global_forward_hooks_with_kwargs)
+    X(_global_forward_hooks_with_kwargs) X(_fusedops_block) X(training)
 #define DECLARE_STRING(name) static PyObject *s_##name;
 STRINGS(DECLARE_STRING)
 
@@ -406,7 +406,8 @@ static PyObject *module_is_hooked(PyObject *unused, PyObject *module) {
     X(stream, _delta_first) X(stream, _versions) X(stream, _reshaped)                          \
     X(call, state) X(call, watched) X(call, global_hooks) X(call, pending)                     \
     X(block, writes) X(block, argument_keys) X(block, wraps_norms) X(block, outer)             \
-    X(block, link) X(block, misses) X(block, calls) X(block, inside) X(block, across)          \
+    X(block, obstacle) X(block, learned) X(block, handed) X(block, link) X(block, misses)      \
+    X(block, calls) X(block, inside) X(block, across)                                          \
     X(handed, tensor) X(handed, version) X(handed, y) X(handed, state) X(handed, norm_state)   \
     X(handed, spec) X(handed, eps) X(handed, weight) X(handed, weight_version)                 \
     X(handed, bias) X(handed, bias_version) X(handed, grad) X(handed, autocast)
@@ -765,14 +766,27 @@ static PyObject *new_call(PyObject *state) {
     return call;
 }
 
-// (forward, block, state, args, kwargs) -> the block's output, or NotImplemented.
+// The `BlockState` of a block of which all is known, borrowed; NULL without an exception: none.
+static PyObject *known_state(PyObject *block_dict) {
+    PyObject *state = PyDict_GetItemWithError(block_dict, s__fusedops_block);
+    PyObject *training = state == NULL ? NULL : PyDict_GetItemWithError(block_dict, s_training);
+    if (training == NULL || !Py_IS_TYPE(state, (PyTypeObject *)block_type) ||
+        AT(block, state, obstacle) != Py_None || PyList_GET_SIZE(AT(block, state, handed)) > 0)
+        return NULL;
+    return PySet_Contains(AT(block, state, learned), training) == 1 ? state : NULL;
+}
+
+// (forward, block, args, kwargs) -> the block's output, or NotImplemented.
 static PyObject *run_block(PyObject *unused, PyObject *const *given, Py_ssize_t nargs) {
-    if (nargs != 5 || !Py_IS_TYPE(given[2], (PyTypeObject *)block_type) ||
-        !PyTuple_Check(given[3]) || !PyDict_Check(given[4])) {
-        PyErr_SetString(PyExc_TypeError, "expected a forward, a block, its state and arguments");
+    if (nargs != 4 || !PyTuple_Check(given[2]) || !PyDict_Check(given[3])) {
+        PyErr_SetString(PyExc_TypeError, "expected a forward, a block, args and kwargs");
         return NULL;
     }
-    PyObject *forward = given[0], *block = given[1], *state = given[2], *args = given[3];
+    PyObject *forward = given[0], *block = given[1], *args = given[2];
+    PyObject *block_dict = block_type == NULL ? NULL : state_of(block);
+    PyObject *state = block_dict == NULL ? NULL : known_state(block_dict);
+    Py_XDECREF(block_dict);
+    if (state == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
     PyObject *keys = AT(block, state, argument_keys);
     if (PyTuple_GET_SIZE(keys) != 1 || !PyLong_Check(PyTuple_GET_ITEM(keys, 0)))
         Py_RETURN_NOTIMPLEMENTED;
@@ -792,7 +806,7 @@ static PyObject *run_block(PyObject *unused, PyObject *const *given, Py_ssize_t 
         for (Py_ssize_t i = 0; i < n; i++)
             PyTuple_SET_ITEM(arguments, i + 1,
                              Py_NewRef(i == at ? stream : PyTuple_GET_ITEM(args, i)));
-        output = PyObject_Call(forward, arguments, given[4]);
+        output = PyObject_Call(forward, arguments, given[3]);
         if (output != NULL) result = leave_in_c(block, call, output);
         PUT(call, call, state, Py_NewRef(closed));
         if (result != NULL && add_one(&AT(block, state, calls)) < 0) Py_CLEAR(result);
@@ -811,22 +825,25 @@ static PyObject *run_block(PyObject *unused, PyObject *const *given, Py_ssize_t 
     return result;
 }
 
-// (norm, x) -> y, or None.
-static PyObject *call_module(PyObject *unused, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2) {
-        PyErr_SetString(PyExc_TypeError, "expected a module, and a tensor or a stream");
+// (norm, class, args, kwargs) -> y, or None. Tensors are for norms of just that class.
+static PyObject *call_module(PyObject *unused, PyObject *const *given, Py_ssize_t nargs) {
+    if (nargs != 4 || !PyTuple_Check(given[2]) || !PyDict_Check(given[3])) {
+        PyErr_SetString(PyExc_TypeError, "expected a module, its class, args and kwargs");
         return NULL;
     }
-    if (slot == NULL) Py_RETURN_NONE;
-    PyObject *state = state_of(args[0]);
+    PyObject *module = given[0];
+    if (slot == NULL || PyTuple_GET_SIZE(given[2]) != 1 || PyDict_GET_SIZE(given[3]) > 0)
+        Py_RETURN_NONE;
+    PyObject *x = PyTuple_GET_ITEM(given[2], 0), *result = NULL;
+    int is_stream = Py_IS_TYPE(x, (PyTypeObject *)stream_type);
+    if (!is_stream && !(Py_IS_TYPE(x, (PyTypeObject *)tensor_type) &&
+                        Py_IS_TYPE(module, (PyTypeObject *)given[1])))
+        Py_RETURN_NONE;
+    PyObject *state = state_of(module);
     if (state == NULL) return NULL;
-    PyObject *result = NULL;
     int answer = is_hooked(state);
     if (answer == 1) result = Py_NewRef(Py_None);
-    if (answer == 0)
-        result = stream_type != NULL && Py_IS_TYPE(args[1], (PyTypeObject *)stream_type)
-                     ? call_with_stream(state, args[1])
-                     : call_plain(state, args[1]);
+    if (answer == 0) result = is_stream ? call_with_stream(state, x) : call_plain(state, x);
     Py_DECREF(state);
     return result;
 }
@@ -843,7 +860,8 @@ static PyObject *configure(PyObject *unused, PyObject *args, PyObject *kwargs) {
         PyObject *value = PyDict_GetItemString(kwargs, names[i]);
         if (value != NULL) Py_XSETREF(*addresses[i], Py_NewRef(value));
     }
-    if (kwargs != NULL && PyDict_GetItemString(kwargs, "stream_type") && find_slots() < 0) return NULL;
+    if (kwargs != NULL && PyDict_GetItemString(kwargs, "stream_type") && find_slots() < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 

@@ -92,35 +92,41 @@ def _generate(original: Any, kind: Kind) -> type:
         return original.forward(self, *args, **kwargs)
 
     def forward_block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state: BlockState | None = self.__dict__.get(BLOCK)
         # (Export without dynamo runs under a dispatch mode, which ends streams.)
-        if state is None or state.obstacle is not None or is_dynamo_compiling():
+        if is_dynamo_compiling():
+            return original.forward(self, *args, **kwargs)
+        run = direct.run_block
+        if run is not None:
+            output = run(original.forward, self, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        state: BlockState | None = self.__dict__.get(BLOCK)
+        if state is None or state.obstacle is not None:
             return original.forward(self, *args, **kwargs)
         if self.training not in state.learned:
             return watch_block(original.forward, self, state, args, kwargs, watch)
         if state.handed:
             unguard_needless(state)
-        if direct.run_block is not None:
-            output = direct.run_block(original.forward, self, state, args, kwargs)
-            if output is not NotImplemented:
-                return output
         return run_block(original.forward, self, state, args, kwargs, state.argument_keys)
 
     def call_norm_or_guard(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # (Export without dynamo traces, which no guard passes.)
-        if len(args) == 1 and not kwargs and not is_dynamo_compiling():
+        if is_dynamo_compiling():
+            return original.__call__(self, *args, **kwargs)
+        run = direct.call_module
+        if run is not None:
+            y = run(self, cls, args, kwargs)
+            if y is not None:
+                return y
+        if len(args) == 1 and not kwargs:
             x = args[0]
-            kind = type(x)
-            if kind is ResidualStream or (kind is Tensor and type(self) is cls):
-                y = None if direct.call_module is None else direct.call_module(self, x)
-                if y is not None:
-                    return y
-            if kind is Tensor and type(self) is cls:
+            if type(x) is ResidualStream:
+                if SPEC in self.__dict__:
+                    return call_norm(original.__call__, self, x)
+            elif type(x) is Tensor and type(self) is cls:
                 y = call_unhooked(self, x)
                 if y is not None:
                     return y
-            elif kind is ResidualStream and SPEC in self.__dict__:
-                return call_norm(original.__call__, self, x)
         return call_guard(self, *args, **kwargs)
 
     def call_guard(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -298,14 +298,18 @@ def test_patched_norms_are_called_from_c(native: Any) -> None:
         calls.append(arguments)
         return "y", "summed"
 
-    native.configure(slot=stream._slot, any_global_hook=stream.any_global_hook)
+    native.configure(**direct.asked)
     state = vars(norm)
-    assert native.call_module(norm, x) is None
+    assert native.call_module(norm, type(norm), (x,), {}) is None
     state[norms.READY] = None
-    assert native.call_module(norm, x) is None
+    assert native.call_module(norm, type(norm), (x,), {}) is None
     state[norms.READY] = Ready(record, record, norm.eps)
     python = (stream.call_unhooked, norms.ready_norm)
-    for call_module, ready_norm in ((native.call_module, native.ready_norm), python):
+
+    def in_c(module: nn.Module, x: Tensor) -> Any:
+        return native.call_module(module, type(norm), (x,), {})
+
+    for call_module, ready_norm in ((in_c, native.ready_norm), python):
         calls.clear()
         assert call_module(norm, x) == "y"
         assert ready_norm(norm, x, None) == ("y", "summed")
@@ -339,12 +343,16 @@ def test_patched_norms_are_called_from_c(native: Any) -> None:
         assert ready_norm(norm, x, x) is None
         state[norms.READY].add_call = record
     stream._slot.held = object()  # something is handed over: for Python to look at
-    assert native.call_module(norm, x) is None
+    assert in_c(norm, x) is None
     stream._slot.held = None
     with pytest.raises(TypeError):
         native.call_module(norm)
     with pytest.raises(AttributeError):
-        native.call_module(object(), x)
+        native.call_module(object(), object, (x,), {})
+    assert native.call_module(norm, nn.LayerNorm, (x,), {}) is None  # somebody's class on top
+    assert native.call_module(norm, type(norm), (x, x), {}) is None
+    assert native.call_module(norm, type(norm), (x,), {"gate": x}) is None
+    assert native.call_module(norm, type(norm), ("x",), {}) is None
     del state[norms.READY]
     unpatch(norm)
 

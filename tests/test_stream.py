@@ -1761,7 +1761,8 @@ def test_in_c_a_block_asks_python_nothing(
     """Once a block is known, its adds, norms and hand-overs are the C's alone."""
     if "[c]" not in request.node.name:
         pytest.skip("blocks are run by Python")
-    net, x = Net(), rows()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    net, x = Net().to(device), rows().to(device)
     report = patch(net)
     with torch.no_grad():
         for _ in range(3):
@@ -1791,7 +1792,8 @@ def following(net: Net, layer: nn.Module) -> nn.Module:
 def test_in_c_nothing_leaks(request: pytest.FixtureRequest) -> None:
     if "[c]" not in request.node.name:
         pytest.skip("blocks are run by Python")
-    net, x = Net(), rows()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    net, x = Net().to(device), rows().to(device)
     report = patch(net)
 
     def alive() -> int:
