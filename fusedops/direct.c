@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is done in every call, in C: `Caller` is `Plan.python_caller` of fusedops/direct.py,
 // `ready_norm` that of integrations/norms.py, and the rest is the residual stream of
-// integrations/stream.py in a known block: `run_block`, the stream's add (`put_off`), and the call
+// integrations/stream.py in a known block: `run_block`, the stream's `__add__`, and the call
 // of a patched norm on a stream or a tensor (`call_module`). Whatever is out of the ordinary
 // returns None before anything is done, and whoever called goes on in Python. Compiled and cached
 // by Triton's own builder, which needs the same compiler; without one the Python does it all.
@@ -16,7 +16,8 @@
     X(counters) X(forward_ad) X(data_ptr) X(is_contiguous) X(numel) X(slot) X(global_hooks)    \
     X(stream_type) X(call_type) X(block_type) X(handed_type) X(tensor_type) X(closed)          \
     X(floats) X(is_cuda) X(dispatch_modes) X(transforms) X(jit_trace) X(any_autocast)          \
-    X(is_inference) X(saves_are_watched) X(drop_held) X(forget) X(leave_block)
+    X(is_inference) X(saves_are_watched) X(drop_held) X(forget) X(leave_block)                 \
+    X(add_in_python) X(torch_function_in_python) X(method_add) X(function_add)
 #define DECLARE(name) static PyObject *name;
 GLOBALS(DECLARE)
 
@@ -479,43 +480,84 @@ static int has_version(PyObject *tensor, PyObject *version) {
     return answer;
 }
 
-// (stream, tensor, whether the tensor comes first) -> a stream of the sum, or None.
-static PyObject *put_off(PyObject *unused, PyObject *const *args, Py_ssize_t nargs) {
-    PyObject *stream = args[0], *other = args[1];
-    if (nargs != 3 || !Py_IS_TYPE(stream, (PyTypeObject *)stream_type)) {
-        PyErr_SetString(PyExc_TypeError, "expected a stream, a tensor and a bool");
-        return NULL;
-    }
+// A stream that stands for stream + other, NULL without an exception where Python must see to it.
+static PyObject *put_off(PyObject *stream, PyObject *other, PyObject *other_first) {
     PyObject *call = AT(stream, stream, _call), *base = AT(stream, stream, _base);
     if (AT(call, call, pending) != Py_None || AT(call, call, state) == closed ||
         AT(stream, stream, _reshaped) != Py_None || !Py_IS_TYPE(other, (PyTypeObject *)tensor_type))
-        Py_RETURN_NONE;
+        return NULL;
     int answer = same(base, other, s_shape);
     if (answer == 1) answer = same(base, other, s_dtype);
-    if (answer != 1) return answer < 0 ? NULL : Py_NewRef(Py_None);
-    PyObject *versions[] = {PyObject_GetAttr(base, s__version), NULL}, *result = NULL;
-    if (versions[0] != NULL) versions[1] = PyObject_GetAttr(other, s__version);
-    if (versions[1] == NULL) {  // inference tensors have no counter
-        Py_XDECREF(versions[0]);
-        if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) return NULL;
-        PyErr_Clear();
-        Py_RETURN_NONE;
+    if (answer != 1) return NULL;
+    PyObject *version = PyObject_GetAttr(base, s__version), *result = NULL;
+    PyObject *other_version = version == NULL ? NULL : PyObject_GetAttr(other, s__version);
+    if (other_version == NULL) {
+        Py_XDECREF(version);
+        if (PyErr_ExceptionMatches(PyExc_RuntimeError)) PyErr_Clear();  // inference tensors
+        return NULL;
     }
-    PyObject *pair = PyTuple_Pack(2, versions[0], versions[1]);
+    PyObject *versions = PyTuple_Pack(2, version, other_version);
     PyObject *grad = call0(is_grad_enabled);
-    if (pair != NULL && grad != NULL)
+    Py_DECREF(version);
+    Py_DECREF(other_version);
+    if (versions != NULL && grad != NULL)
         result = new_stream(base, call, AT(stream, stream, _key), grad);
     if (result != NULL) {
         PUT(stream, result, _delta, Py_NewRef(other));
-        PUT(stream, result, _delta_first, Py_NewRef(args[2]));
-        PUT(stream, result, _versions, Py_NewRef(pair));
+        PUT(stream, result, _delta_first, Py_NewRef(other_first));
+        PUT(stream, result, _versions, Py_NewRef(versions));
         PUT(call, call, pending, Py_NewRef(result));
     }
-    Py_DECREF(versions[0]);
-    Py_DECREF(versions[1]);
-    Py_XDECREF(pair);
+    Py_XDECREF(versions);
     Py_XDECREF(grad);
     return result;
+}
+
+static PyObject *add(PyObject *stream, PyObject *other, PyObject *other_first) {
+    PyObject *result = put_off(stream, other, other_first);
+    if (result != NULL || PyErr_Occurred()) return result;
+    PyObject *arguments[] = {stream, other, other_first};
+    return PyObject_Vectorcall(add_in_python, arguments, 3, NULL);
+}
+
+static PyObject *stream_add(PyObject *stream, PyObject *other) {
+    return add(stream, other, Py_False);
+}
+
+static PyObject *stream_radd(PyObject *stream, PyObject *other) {
+    return add(stream, other, Py_True);
+}
+
+// `ResidualStream.__torch_function__`: (func, types, args=(), kwargs=None).
+static PyObject *torch_function(PyObject *unused, PyObject *const *given, Py_ssize_t nargs) {
+    if (nargs >= 3 && (given[0] == method_add || given[0] == function_add) &&
+        PyTuple_Check(given[2]) && PyTuple_GET_SIZE(given[2]) == 2 &&
+        (nargs == 3 || (PyDict_Check(given[3]) && PyDict_GET_SIZE(given[3]) == 0))) {
+        PyObject *first = PyTuple_GET_ITEM(given[2], 0), *second = PyTuple_GET_ITEM(given[2], 1);
+        if (Py_IS_TYPE(first, (PyTypeObject *)stream_type)) return add(first, second, Py_False);
+        if (Py_IS_TYPE(second, (PyTypeObject *)stream_type)) return add(second, first, Py_True);
+    }
+    return PyObject_Vectorcall(torch_function_in_python, given, nargs, NULL);
+}
+
+static PyMethodDef stream_methods[] = {
+    {"__add__", stream_add, METH_O, NULL},
+    {"__radd__", stream_radd, METH_O, NULL},
+    {"__torch_function__", (PyCFunction)(void (*)(void))torch_function, METH_FASTCALL, NULL},
+};
+
+// Puts the C in the place of the stream's methods of these names; the last takes no stream first.
+static int take_over_methods(void) {
+    for (int i = 0; i < 3; i++) {
+        PyMethodDef *method = &stream_methods[i];
+        PyObject *function = i < 2 ? PyDescr_NewMethod((PyTypeObject *)stream_type, method)
+                                   : PyCFunction_New(method, NULL);
+        if (function == NULL) return -1;
+        int answer = PyObject_SetAttrString(stream_type, method->ml_name, function);
+        Py_DECREF(function);
+        if (answer < 0) return -1;
+    }
+    return 0;
 }
 
 // Whether the call of a norm that was foreseen in `handed` is this one.
@@ -860,7 +902,8 @@ static PyObject *configure(PyObject *unused, PyObject *args, PyObject *kwargs) {
         PyObject *value = PyDict_GetItemString(kwargs, names[i]);
         if (value != NULL) Py_XSETREF(*addresses[i], Py_NewRef(value));
     }
-    if (kwargs != NULL && PyDict_GetItemString(kwargs, "stream_type") && find_slots() < 0)
+    if (kwargs != NULL && PyDict_GetItemString(kwargs, "stream_type") &&
+        (find_slots() < 0 || take_over_methods() < 0))
         return NULL;
     Py_RETURN_NONE;
 }
@@ -870,7 +913,6 @@ static PyMethodDef methods[] = {
     {"is_hooked", module_is_hooked, METH_O, NULL},
     {"ready_norm", (PyCFunction)(void (*)(void))ready_norm, METH_FASTCALL, NULL},
     {"call_module", (PyCFunction)(void (*)(void))call_module, METH_FASTCALL, NULL},
-    {"put_off", (PyCFunction)(void (*)(void))put_off, METH_FASTCALL, NULL},
     {"run_block", (PyCFunction)(void (*)(void))run_block, METH_FASTCALL, NULL},
     {NULL},
 };

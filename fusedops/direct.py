@@ -203,12 +203,11 @@ NATIVE = os.environ.get("FUSEDOPS_NATIVE", "1") not in ("", "0")
 
 call_module: Any = None
 is_hooked: Any = None
-put_off: Any = None
 ready_norm: Any = None
 run_block: Any = None
 """direct.c's functions of these names once it is loaded, for patched norms and blocks."""
 
-EXPORTED = ("call_module", "is_hooked", "put_off", "ready_norm", "run_block")
+EXPORTED = ("call_module", "is_hooked", "ready_norm", "run_block")
 
 asked: dict[str, Any] = {
     "is_grad_enabled": _is_grad_enabled,

@@ -363,10 +363,6 @@ class ResidualStream:
 
     def __add__(self, other: Any, other_first: bool = False) -> Any:
         """``self + other`` put off, where other is a tensor like it; else done."""
-        if direct.put_off is not None:
-            result = direct.put_off(self, other, other_first)
-            if result is not None:
-                return result
         call = self._call
         if call.pending is not None:
             _finish(call.pending, "another add came before a norm read the sum")
@@ -943,7 +939,13 @@ def _may_edit(hooks: dict[int, Any]) -> bool:
     return any(getattr(hook, "__module__", None) != CAPTURE_MODULE for hook in hooks.values())
 
 
+PYTHON_METHODS = {
+    name: vars(ResidualStream)[name] for name in ("__add__", "__radd__", "__torch_function__")
+}
+"""What direct.c puts its own in the place of."""
+
 direct.ask(
+    add_in_python=ResidualStream.__add__,
     any_autocast=_any_autocast,
     block_type=BlockState,
     call_type=_Call,
@@ -952,15 +954,18 @@ direct.ask(
     drop_held=_drop_held,
     floats=FLOATS,
     forget=_forget,
+    function_add=torch.add,
     global_hooks=vars(torch_module),
     handed_type=_HandOver,
     is_cuda=Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
     is_inference=_is_inference_mode,
     jit_trace=_jit_trace,
     leave_block=_leave_block,
+    method_add=_METHOD_ADD,
     saves_are_watched=_saves_are_watched,
     slot=_slot,
     stream_type=ResidualStream,
     tensor_type=Tensor,
+    torch_function_in_python=ResidualStream.__torch_function__,
     transforms=_transforms,
 )

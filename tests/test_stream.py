@@ -72,6 +72,9 @@ def forced(
     for name in direct.EXPORTED:
         function = getattr(native, name) if request.param == "c" else None
         monkeypatch.setattr(direct, name, function)
+    if request.param == "python":
+        for name, method in stream.PYTHON_METHODS.items():
+            monkeypatch.setattr(ResidualStream, name, method)
     if request.param == "c" and not torch.cuda.is_available():
         monkeypatch.setattr(norms, "_make_ready", make_ready)
     with force_operators():
