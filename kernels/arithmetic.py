@@ -47,10 +47,9 @@ def opaque(value):
     """``value``, of which the compiler does not know that it is the same.
 
     What is computed from it is computed here, from 2-byte elements say, instead of being kept from
-    earlier in more registers. For NVIDIA GPUs, and
-    types of 2 or 4 bytes.
+    earlier in more registers. For NVIDIA GPUs; values of 8 bytes stay as they are.
     """
-    if INTERPRETED:
+    if INTERPRETED or value.dtype.primitive_bitwidth > 32:
         return value
     else:
         return tl.inline_asm_elementwise(

@@ -33,7 +33,13 @@ __all__ = [
 
 @triton.jit
 def load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET):
-    weight = tl.load(weight_ptr + cols, mask=col_mask, other=1.0).to(ACC)
+    weight = tl.load(weight_ptr + cols, mask=col_mask, other=1.0)
+    return as_factor(weight, ACC, WEIGHT_OFFSET)
+
+
+@triton.jit
+def as_factor(weight, ACC, WEIGHT_OFFSET):
+    weight = weight.to(ACC)
     if WEIGHT_OFFSET != 0.0:
         weight += WEIGHT_OFFSET
     return weight[None, :]
@@ -193,7 +199,7 @@ def norm_backward_sliced_kernel(
     mask = col_mask[None, :]
     count = tl.cast(N_COLS, tl.float32)
     if weight_ptr is not None:
-        stored_weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)[None, :]
+        stored_weight = tl.load(weight_ptr + cols, mask=col_mask, other=1.0)
     if dweight_partial_ptr is not None:
         dweight = tl.zeros((1, BLOCK_SIZE), dtype=tl.float32)
     if dbias_partial_ptr is not None:
@@ -219,10 +225,6 @@ def norm_backward_sliced_kernel(
         next_mean = 0.0
         if CENTERED:
             next_mean = tl.load(mean_ptr + next_row, mask=there, other=0.0)
-        if dsum_ptr is not None:
-            dsum = load_slice(
-                dsum_ptr, row, mask & started, cols, n_inner, dsum_outer_stride, dsum_row_stride
-            )
 
         x_hat = normalised(next_s, next_mean, next_rstd, mask & there, CENTERED, MASKED)
         g = next_dy.to(tl.float32)
@@ -232,7 +234,7 @@ def norm_backward_sliced_kernel(
             dbias += g
         if ds_ptr is not None:
             if weight_ptr is not None:
-                g *= opaque(stored_weight).to(tl.float32) + WEIGHT_OFFSET
+                g *= as_factor(opaque(stored_weight), tl.float32, WEIGHT_OFFSET)
             if CENTERED:
                 gx_sum, g_sum = sum_both(g * x_hat, g)
             else:
@@ -242,10 +244,14 @@ def norm_backward_sliced_kernel(
             send(exchange_ptr, here, index, gx_sum, g_sum, here < n_rows, N_SLICES)
 
             if started:
+                if dsum_ptr is not None:
+                    dsum = load_slice(
+                        dsum_ptr, row, mask, cols, n_inner, dsum_outer_stride, dsum_row_stride
+                    )
                 gx_sums, g_sums = receive(exchange_ptr, row, N_SLICES)
                 ds = dy.to(tl.float32)
                 if weight_ptr is not None:
-                    ds *= opaque(stored_weight).to(tl.float32) + WEIGHT_OFFSET
+                    ds *= as_factor(opaque(stored_weight), tl.float32, WEIGHT_OFFSET)
                 x_hat = normalised(s, mean, rstd, mask, CENTERED, MASKED)
                 ds -= x_hat * divide(tl.sum(gx_sums, axis=0), count)
                 if CENTERED:
