@@ -107,6 +107,30 @@ def slice_columns(n_cols: int, slices: int) -> int:
     return n_cols if slices == 1 else triton.cdiv(triton.cdiv(n_cols, slices), 16) * 16
 
 
+# The widest slice of 2-byte elements, half as many of 4 bytes: the programs of a row should be few,
+# for each waits for all, but several should fit a multiprocessor, because they wait. The
+# backward's 8192 columns are what two weight gradients in registers leave room for.
+FORWARD_SLICE = 16384
+BACKWARD_SLICE = 8192
+MAX_SLICES = 64
+
+
+def slices_of(n_cols: int, itemsize: int, widest: int) -> int:
+    """Programs that are to share a row; 1 where rows cannot be sliced.
+
+    Nor should they be where Triton cannot tell that all rows are aligned as the first one is: with
+    addresses element by element, slices do not fit into registers.
+    """
+    slices = triton.cdiv(n_cols * itemsize, widest * 2)
+    suits = itemsize <= 4 and n_cols % 16 == 0 and slices <= MAX_SLICES
+    return slices if NVIDIA and suits else 1
+
+
+def sliced(n_cols: int, slices: int, num_warps: int, packed: bool = False) -> LaunchConfig:
+    block_size = next_power_of_2(slice_columns(n_cols, slices))
+    return LaunchConfig(1, block_size, num_warps, slices=slices, packed=packed)
+
+
 def least_rows(block_size: int) -> int:
     """The fewest rows a tile holds: more than one only under Triton's interpreter.
 
@@ -128,6 +152,9 @@ def forward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> La
     """
     block_size = next_power_of_2(n_cols)
     if block_size * itemsize > MAX_FORWARD_BLOCK * 2:
+        slices = slices_of(n_cols, itemsize, FORWARD_SLICE)
+        if slices > 1:
+            return sliced(n_cols, slices, num_warps=8, packed=itemsize == 2)
         return LaunchConfig(1, 32768 // itemsize, num_warps=32 if itemsize == 2 else 16)
     table = FORWARD[centered, adds][block_size != n_cols]
     # fp64 takes two registers a value.
@@ -143,6 +170,9 @@ def backward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> L
     # LayerNorm's two gradients of 16384 columns do not fit into registers: 32 and 40 % of copy.
     spills = centered and n_cols > 12288
     if spills or block_size * itemsize > MAX_BACKWARD_BLOCK * 2:
+        slices = slices_of(n_cols, itemsize, BACKWARD_SLICE)
+        if slices > 1:
+            return sliced(n_cols, slices, num_warps=8)
         return LaunchConfig(1, 16384 // itemsize, num_warps=16)
     # Two shapes were the fastest nearly everywhere: one program an SM with a tile of 8192
     # elements, or two with half of that where little data hides the reductions.

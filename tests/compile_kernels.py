@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fusedops.kernels import launch
+from fusedops.kernels import config, launch
 
 TYPES = {
     torch.float16: "*fp16",
@@ -134,6 +134,9 @@ def main():
         target = (
             GPUTarget(backend, int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
         )
+        config.NVIDIA = backend == "cuda"
+        config.forward_config.cache_clear()
+        config.backward_config.cache_clear()
         for dtype in options.dtypes:
             for width in options.widths:
                 for operator in options.operators:
@@ -144,6 +147,7 @@ def main():
                         report = {
                             "target": name, "kernel": kernel.__name__, "dtype": dtype,
                             "width": width, "operator": operator, "warps": flags["num_warps"],
+                            "sliced": meta.get("SLICE_COLS", width) < width,
                             "shared": compiled.metadata.shared, **resources(compiled, backend),
                         }  # fmt: skip
                         print(json.dumps(report), flush=True)
