@@ -47,6 +47,7 @@ class LaunchConfig:
     slices: int = 1
     weights_first: bool = False
     packed: bool = False
+    reload: bool = False
 
 
 # What slices and packed are made of is NVIDIA's, and Triton's interpreter, which runs programs one
@@ -65,31 +66,44 @@ MAX_FORWARD_BLOCK = 32768
 MAX_BACKWARD_BLOCK = 16384
 
 # The tables below hold the fastest of all tile shapes tried for rows of 2-byte elements on an
-# H200 (bench/results/h200-tune.json, by bench/tune.py): block_size -> (block_rows, num_warps).
-# Of those within one percent, the one with most threads a row: it is the quicker for few rows.
-# Plain LayerNorm has two reductions that follow each other, and wants few warps to wait for each.
+# H200 (bench/results/h200-tune.json, by bench/tune.py): block_size -> (block_rows, num_warps, flags
+# "w" weights_first and "p" packed). Of those within some one percent of the most bandwidth, the one
+# that is the quickest for 64 rows. Plain LayerNorm has two reductions that follow each other, and
+# wants few warps to wait for each.
 FORWARD_RMS = {
-    64: (16, 2), 128: (16, 2), 256: (8, 4), 512: (4, 4), 1024: (1, 2), 2048: (1, 2),
-    4096: (1, 8), 8192: (1, 8), 16384: (1, 16), 32768: (1, 32),
+    64: (16, 4, "wp"), 128: (16, 8, "wp"), 256: (8, 4, "wp"), 512: (2, 2, "wp"), 1024: (1, 2, "w"),
+    2048: (1, 4, "w"), 4096: (1, 8, "wp"), 8192: (1, 8, "wp"), 16384: (1, 16, "wp"),
+    32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_LAYER = {
-    64: (32, 4), 128: (16, 2), 256: (4, 1), 512: (2, 1), 1024: (1, 2), 2048: (1, 4),
-    4096: (1, 4), 8192: (1, 8), 16384: (1, 8), 32768: (1, 32),
+    64: (32, 4, ""), 128: (8, 2, ""), 256: (4, 1, ""), 512: (2, 1, ""), 1024: (1, 1, "wp"),
+    2048: (1, 2, "wp"), 4096: (1, 4, "wp"), 8192: (1, 8, ""), 16384: (1, 8, "p"),
+    32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_ADD_RMS = {
-    64: (16, 2), 128: (16, 8), 256: (4, 4), 512: (2, 4), 1024: (1, 4), 2048: (1, 8),
-    4096: (1, 16), 8192: (1, 16), 16384: (1, 32), 32768: (1, 32),
+    64: (16, 4, "wp"), 128: (8, 4, "wp"), 256: (4, 4, "wp"), 512: (2, 4, "wp"), 1024: (1, 4, "w"),
+    2048: (1, 4, "w"), 4096: (1, 16, "w"), 8192: (1, 16, "w"), 16384: (1, 32, ""),
+    32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_ADD_LAYER = {
-    64: (16, 2), 128: (16, 8), 256: (4, 4), 512: (2, 2), 1024: (1, 4), 2048: (1, 8),
-    4096: (1, 16), 8192: (1, 16), 16384: (1, 32), 32768: (1, 32),
+    64: (16, 4, "p"), 128: (16, 8, "wp"), 256: (4, 4, ""), 512: (2, 4, "p"), 1024: (1, 2, "w"),
+    2048: (1, 4, "w"), 4096: (1, 8, "w"), 8192: (1, 16, ""), 16384: (1, 8, "p"),
+    32768: (1, 32, "p"),
 }  # fmt: skip
-# Rows that do not fill their block (measured at 768, 1600, 3072, 5120 and 12288 columns) leave
+# Rows that do not fill their block (measured at 768, 1600, 2560, 5120 and 12288 columns) leave
 # warps idle, and masking costs instructions: these want fewer warps.
-MASKED_RMS = {1024: (2, 2), 2048: (1, 2), 4096: (1, 4), 8192: (1, 8), 16384: (1, 8)}
-MASKED_LAYER = {1024: (1, 1), 2048: (1, 1), 4096: (1, 4), 8192: (1, 4), 16384: (1, 8)}
-MASKED_ADD_RMS = {1024: (2, 8), 2048: (1, 8), 4096: (1, 16), 8192: (1, 16), 16384: (1, 16)}
-MASKED_ADD_LAYER = {1024: (1, 1), 2048: (1, 4), 4096: (1, 8), 8192: (1, 8), 16384: (1, 16)}
+MASKED_RMS = {
+    1024: (2, 2, ""), 2048: (1, 2, ""), 4096: (1, 4, "w"), 8192: (1, 4, "w"), 16384: (1, 16, "p"),
+}  # fmt: skip
+MASKED_LAYER = {
+    1024: (1, 1, ""), 2048: (1, 1, ""), 4096: (1, 2, "wp"), 8192: (1, 4, "wp"), 16384: (1, 8, "p"),
+}  # fmt: skip
+MASKED_ADD_RMS = {
+    1024: (2, 8, ""), 2048: (1, 8, ""), 4096: (1, 8, "w"), 8192: (1, 4, "w"), 16384: (1, 16, ""),
+}  # fmt: skip
+MASKED_ADD_LAYER = {
+    1024: (1, 1, ""), 2048: (1, 4, ""), 4096: (1, 2, "wp"), 8192: (1, 4, ""), 16384: (1, 16, ""),
+}  # fmt: skip
 
 FORWARD = {  # (centered, adds) -> rows that fill their block, rows that do not
     (False, False): (FORWARD_RMS, FORWARD_RMS | MASKED_RMS),
@@ -110,7 +124,7 @@ def slice_columns(n_cols: int, slices: int) -> int:
 # The widest slice of 2-byte elements, half as many of 4 bytes: the programs of a row should be few,
 # for each waits for all, but several should fit a multiprocessor, because they wait. The
 # backward's 8192 columns are what two weight gradients in registers leave room for.
-FORWARD_SLICE = 16384
+FORWARD_SLICE = 8192
 BACKWARD_SLICE = 8192
 MAX_SLICES = 64
 
@@ -151,16 +165,24 @@ def forward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> La
     ``centered`` tells LayerNorm, ``adds`` the residual-add form.
     """
     block_size = next_power_of_2(n_cols)
-    if block_size * itemsize > MAX_FORWARD_BLOCK * 2:
+    fits = block_size * itemsize <= MAX_FORWARD_BLOCK * 2
+    # LayerNorm of a whole block of 32768 waits too long for its reductions: 72 % of copy, sliced 81.
+    if not fits or (centered and not adds and block_size * itemsize == MAX_FORWARD_BLOCK * 2):
         slices = slices_of(n_cols, itemsize, FORWARD_SLICE)
         if slices > 1:
-            return sliced(n_cols, slices, num_warps=8, packed=itemsize == 2)
+            return sliced(n_cols, slices, num_warps=4, packed=itemsize == 2 and not adds)
+    if not fits:
         return LaunchConfig(1, 32768 // itemsize, num_warps=32 if itemsize == 2 else 16)
     table = FORWARD[centered, adds][block_size != n_cols]
     # fp64 takes two registers a value.
-    block_rows, num_warps = table[max(64, block_size * (2 if itemsize == 8 else 1))]
-    block_rows = max(block_rows, least_rows(block_size))
-    return LaunchConfig(block_rows, block_size, num_warps)
+    block_rows, num_warps, flags = table[max(64, block_size * (2 if itemsize == 8 else 1))]
+    return LaunchConfig(
+        max(block_rows, least_rows(block_size)),
+        block_size,
+        num_warps,
+        weights_first="w" in flags and itemsize < 8,
+        packed="p" in flags and itemsize == 2 and NVIDIA,
+    )
 
 
 @cache
