@@ -16,7 +16,7 @@
     X(counters) X(forward_ad) X(data_ptr) X(is_contiguous) X(numel) X(slot) X(global_hooks)    \
     X(stream_type) X(call_type) X(block_type) X(handed_type) X(tensor_type) X(closed)          \
     X(floats) X(is_cuda) X(dispatch_modes) X(transforms) X(jit_trace) X(any_autocast)          \
-    X(is_inference) X(saves_are_watched) X(drop_held) X(forget) X(leave_block)                 \
+    X(is_inference) X(saves_are_watched) X(drop_held) X(forget) X(leave_block) X(give_up)      \
     X(add_in_python) X(torch_function_in_python) X(method_add) X(function_add)
 #define DECLARE(name) static PyObject *name;
 GLOBALS(DECLARE)
@@ -532,7 +532,8 @@ static PyObject *stream_radd(PyObject *stream, PyObject *other) {
 static PyObject *torch_function(PyObject *unused, PyObject *const *given, Py_ssize_t nargs) {
     if (nargs >= 3 && (given[0] == method_add || given[0] == function_add) &&
         PyTuple_Check(given[2]) && PyTuple_GET_SIZE(given[2]) == 2 &&
-        (nargs == 3 || (PyDict_Check(given[3]) && PyDict_GET_SIZE(given[3]) == 0))) {
+        (nargs == 3 || given[3] == Py_None ||
+         (PyDict_Check(given[3]) && PyDict_GET_SIZE(given[3]) == 0))) {
         PyObject *first = PyTuple_GET_ITEM(given[2], 0), *second = PyTuple_GET_ITEM(given[2], 1);
         if (Py_IS_TYPE(first, (PyTypeObject *)stream_type)) return add(first, second, Py_False);
         if (Py_IS_TYPE(second, (PyTypeObject *)stream_type)) return add(second, first, Py_True);
@@ -615,9 +616,10 @@ static PyObject *call_plain(PyObject *norm_state, PyObject *x) {
 
 // The norm of a pending sum, which the stream then holds; or None.
 static PyObject *fuse(PyObject *norm_state, PyObject *stream) {
-    PyObject *versions = AT(stream, stream, _versions), *y = NULL, *done = NULL;
+    PyObject *y = NULL, *done = NULL;
     int answer = is_object(call0(is_grad_enabled), AT(stream, stream, _grad));
     if (answer != 1) return answer < 0 ? NULL : Py_NewRef(Py_None);
+    PyObject *versions = Py_NewRef(AT(stream, stream, _versions));
     PyObject *base = Py_NewRef(AT(stream, stream, _base));
     PyObject *delta = Py_NewRef(AT(stream, stream, _delta));
     if (versions != Py_None) {
@@ -625,6 +627,7 @@ static PyObject *fuse(PyObject *norm_state, PyObject *stream) {
         if (answer == 1) answer = has_version(delta, PyTuple_GET_ITEM(versions, 1));
     }
     if (answer == 1) done = call_ready(norm_state, delta, base);
+    Py_DECREF(versions);
     Py_DECREF(base);
     Py_DECREF(delta);
     if (answer < 0 || (answer == 1 && done == NULL)) return NULL;
@@ -648,14 +651,20 @@ static PyObject *fuse(PyObject *norm_state, PyObject *stream) {
 
 // The norm of a stream, or None.
 static PyObject *call_with_stream(PyObject *norm_state, PyObject *stream) {
-    PyObject *call = AT(stream, stream, _call), *state = AT(call, call, state);
+    PyObject *call = AT(stream, stream, _call), *state = AT(call, call, state), *y;
     if (AT(call, call, watched) != Py_False || AT(call, call, global_hooks) != Py_False ||
         AT(block, state, wraps_norms) != Py_False || AT(stream, stream, _reshaped) != Py_None)
         Py_RETURN_NONE;
-    if (AT(stream, stream, _delta) == Py_None)
-        return call_plain(norm_state, AT(stream, stream, _base));
-    PyObject *y = fuse(norm_state, stream);
+    if (AT(stream, stream, _delta) == Py_None) {
+        PyObject *base = Py_NewRef(AT(stream, stream, _base));
+        y = call_plain(norm_state, base);
+        Py_DECREF(base);
+        return y;
+    }
+    Py_INCREF(state);
+    y = fuse(norm_state, stream);
     if (y != NULL && y != Py_None && add_one(&AT(block, state, inside)) < 0) Py_CLEAR(y);
+    Py_DECREF(state);
     return y;
 }
 
@@ -697,9 +706,9 @@ failed:
 
 // The tensor that leaves the block for a pending stream, with the next norm done; or None.
 static PyObject *hand_over(PyObject *block_dict, PyObject *stream) {
-    PyObject *state = AT(call, AT(stream, stream, _call), state), *link = AT(block, state, link);
+    PyObject *state = AT(call, AT(stream, stream, _call), state);
     if (AT(stream, stream, _delta) == Py_None || AT(stream, stream, _reshaped) != Py_None ||
-        link == Py_None || PyObject_IsTrue(AT(block, state, outer)))
+        AT(block, state, link) == Py_None || PyObject_IsTrue(AT(block, state, outer)))
         Py_RETURN_NONE;
     int answer = has_any(block_dict, s__forward_hooks);
     if (answer == 0) answer = has_any(block_dict, s__backward_hooks);
@@ -710,7 +719,9 @@ static PyObject *hand_over(PyObject *block_dict, PyObject *stream) {
     if (answer == 0) answer = truth(call0(any_autocast));
     if (answer != 0) return answer < 0 ? NULL : Py_NewRef(Py_None);
 
-    PyObject *norm = call0(link);
+    PyObject *link = Py_NewRef(AT(block, state, link));  // another thread may give it up
+    PyObject *norm = link == Py_None ? Py_NewRef(link) : call0(link);
+    Py_DECREF(link);
     if (norm == NULL || norm == Py_None) return norm;
     PyObject *norm_state = state_of(norm), *y = NULL, *handed = NULL, *result = NULL;
     Py_DECREF(norm);
@@ -720,10 +731,20 @@ static PyObject *hand_over(PyObject *block_dict, PyObject *stream) {
     if (answer == 1 || y == Py_None) {
         result = Py_NewRef(Py_None);
     } else if (y != NULL) {
-        handed = new_handed(stream, y, norm_state);
-        if (handed != NULL && PyObject_SetAttr(slot, s_held, handed) == 0 &&
-            add_one(&AT(block, state, across)) > 0)
-            result = Py_NewRef(AT(stream, stream, _base));
+        int failed = add_one(&AT(block, state, across)) < 0;
+        if (!failed) handed = new_handed(stream, y, norm_state);
+        if (handed != NULL) {
+            failed = PyObject_SetAttr(slot, s_held, handed) < 0;
+        } else if (!failed) {
+            failed = !PyErr_ExceptionMatches(PyExc_RuntimeError);
+            if (!failed) {  // a weight that counts no versions, say: not again
+                PyErr_Clear();
+                PyObject *given_up = call1(give_up, state);
+                failed = given_up == NULL;
+                Py_XDECREF(given_up);
+            }
+        }
+        if (!failed) result = Py_NewRef(AT(stream, stream, _base));
     }
     Py_DECREF(norm_state);
     Py_XDECREF(y);
@@ -827,17 +848,22 @@ static PyObject *run_block(PyObject *unused, PyObject *const *given, Py_ssize_t 
     PyObject *forward = given[0], *block = given[1], *args = given[2];
     PyObject *block_dict = block_type == NULL ? NULL : state_of(block);
     PyObject *state = block_dict == NULL ? NULL : known_state(block_dict);
+    Py_XINCREF(state);  // the block may be unpatched while it runs
     Py_XDECREF(block_dict);
     if (state == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
-    PyObject *keys = AT(block, state, argument_keys);
-    if (PyTuple_GET_SIZE(keys) != 1 || !PyLong_Check(PyTuple_GET_ITEM(keys, 0)))
-        Py_RETURN_NOTIMPLEMENTED;
-    PyObject *key = PyTuple_GET_ITEM(keys, 0);
-    Py_ssize_t n = PyTuple_GET_SIZE(args), at = PyLong_AsSsize_t(key);
-    if (at < 0 || at >= n) Py_RETURN_NOTIMPLEMENTED;
-    PyObject *x = PyTuple_GET_ITEM(args, at);
-    int answer = may_stream(block, state, x);
-    if (answer != 1) return answer < 0 ? NULL : Py_NewRef(Py_NotImplemented);
+    PyObject *keys = AT(block, state, argument_keys), *key = NULL;
+    Py_ssize_t n = PyTuple_GET_SIZE(args), at = -1;
+    if (PyTuple_GET_SIZE(keys) == 1 && PyLong_Check(PyTuple_GET_ITEM(keys, 0))) {
+        key = Py_NewRef(PyTuple_GET_ITEM(keys, 0));
+        at = PyLong_AsSsize_t(key);
+    }
+    PyObject *x = at >= 0 && at < n ? PyTuple_GET_ITEM(args, at) : NULL;
+    int answer = x == NULL ? 0 : may_stream(block, state, x);
+    if (answer != 1) {
+        Py_DECREF(state);
+        Py_XDECREF(key);
+        return answer < 0 ? NULL : Py_NewRef(Py_NotImplemented);
+    }
 
     PyObject *call = new_call(state), *grad = call0(is_grad_enabled), *arguments = NULL;
     PyObject *stream = NULL, *output = NULL, *result = NULL;
@@ -859,6 +885,8 @@ static PyObject *run_block(PyObject *unused, PyObject *const *given, Py_ssize_t 
             PyErr_Restore(type, value, traceback);
         }
     }
+    Py_DECREF(state);
+    Py_DECREF(key);
     Py_XDECREF(call);
     Py_XDECREF(grad);
     Py_XDECREF(stream);

@@ -30,6 +30,7 @@ from fusedops.integrations.stream import (
     BlockState,
     ResidualStream,
     as_tensor,
+    block_frames,
     call_norm,
     call_unhooked,
     run_block,
@@ -108,6 +109,8 @@ def _generate(original: Any, kind: Kind) -> type:
         if state.handed:
             unguard_needless(state)
         return run_block(original.forward, self, state, args, kwargs, state.argument_keys)
+
+    block_frames.add(forward_block.__code__)
 
     def call_norm_or_guard(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # (Export without dynamo traces, which no guard passes.)

@@ -47,6 +47,7 @@ __all__ = [
     "BlockState",
     "ResidualStream",
     "as_tensor",
+    "block_frames",
     "call_norm",
     "call_unhooked",
     "run_block",
@@ -544,7 +545,7 @@ def _refuse_functions(state: BlockState) -> None:
     """A stream read where gradients are off: by ``no_grad``, which is fine, or by a Function."""
     apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code is not run_block.__code__:
+    while frame is not None and frame.f_code not in block_frames:
         if frame.f_code is apply:
             raise RuntimeError(
                 f"{state.block_class.__name__} hands its residual stream to an autograd Function, "
@@ -729,6 +730,8 @@ class _Closed(BlockState):
 _closed = _Closed(nn.Identity)
 
 
+block_frames: set[Any] = set()  # the code in which a patched block's call begins
+
 Watch = Callable[[nn.Module], Callable[[], list[nn.Module]]]
 """Guards a block's submodules; what it returns says which of them were handed streams."""
 
@@ -883,8 +886,13 @@ def _leave_stream(block: nn.Module, stream: ResidualStream) -> Tensor:
     try:
         _slot.held = _HandOver(stream._base, y, norm, state)
     except RuntimeError:  # a weight that is no parameter, or counts no versions
-        state.link, state.misses = None, 2 * TRIALS
+        _give_up(state)
     return stream._base
+
+
+def _give_up(state: BlockState) -> None:
+    """No more hand-overs from this block."""
+    state.link, state.misses = None, 2 * TRIALS
 
 
 def _find_next_norm(block: nn.Module, state: BlockState, stream: ResidualStream) -> Any:
@@ -955,6 +963,7 @@ direct.ask(
     floats=FLOATS,
     forget=_forget,
     function_add=torch.add,
+    give_up=_give_up,
     global_hooks=vars(torch_module),
     handed_type=_HandOver,
     is_cuda=Tensor.is_cuda.__get__,  # type: ignore[attr-defined]

@@ -1758,6 +1758,93 @@ def test_blocks_whose_sums_no_norm_reads_say_so() -> None:
     assert row.why.startswith("no norm reads a sum that it makes; something else than a norm")
 
 
+def test_a_model_unpatched_while_it_runs() -> None:
+    """Nobody else holds what is known of the block then."""
+
+    class Unpatches(nn.Module):
+        models: tuple[Net, ...] = ()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for model in self.models:
+                unpatch(model)
+            return x
+
+    net, x = Net(), rows()
+    last = Unpatches()
+    net.layers[0].mlp = nn.Sequential(net.layers[0].mlp, last)
+    expected = net(x)
+    patch(net)
+    with torch.no_grad():
+        for _ in range(3):
+            net(x)
+        last.models = (net,)
+        found = net(x)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert type(net.layers[0]) is Block
+
+
+def test_a_next_norm_whose_weight_counts_no_versions() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1 = nn.LayerNorm(SIZE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.norm1(x))
+
+    with torch.inference_mode():
+        last = nn.LayerNorm(SIZE)
+    first, second, x = Net(Branch, 1), Net(Branch, 1), rows()
+    first.norm = second.norm = last
+    with torch.no_grad():
+        expected = first(x), second(x)
+        patch(first)
+        patch(second)
+        for _ in range(4):
+            found = first(x), second(x)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_statistics_without_gradients_where_a_function_runs_the_model() -> None:
+    """A checkpoint is such a Function; those inside a block are refused, not those around it."""
+
+    class Statistics(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.mix(self.norm1(x))
+            with torch.no_grad():
+                x.abs().mean()
+            return x + self.mlp(self.norm2(x))
+
+    class Around(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, net: Net) -> Tensor:
+            with torch.enable_grad():
+                return net(x.detach().requires_grad_()).detach()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            return gradient, None
+
+    net, x = Net(Statistics), rows(grad=True)
+    expected = net(x)
+    patch(net)
+    for _ in range(4):
+        found = Around.apply(x, net)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_torch_functions_may_come_without_keywords() -> None:
+    other = torch.ones(2, SIZE)
+    for extra in ((), ({},), (None,)):
+        for reverse in (False, True):
+            held = stream_of(torch.zeros(2, SIZE))
+            args = (held, other) if reverse else (other, held)
+            result = ResidualStream.__torch_function__(torch.add, (), args, *extra)
+            assert type(result) is ResidualStream
+            assert torch.equal(as_tensor(result), other)
+
+
 def test_in_c_a_block_asks_python_nothing(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
