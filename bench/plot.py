@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots and the README's tables, from the files that run.py and launch.py wrote.
+"""Plots and the README's tables, from the files of run.py, launch.py and traffic.py.
 
     python bench/plot.py            draw bench/results/*.svg, and rewrite the tables
     python bench/plot.py --check    fail unless they are what the files give
@@ -28,16 +28,17 @@ NAMES = {
 }
 PACKAGES = {"liger": "liger-kernel", "quack": "quack-kernels", "flash": "flash-attn"}
 OPERATORS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+BENCHMARKS = ("norms", "launch", "traffic")
 WIDTHS = (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 NOTHING = "Nothing has been measured yet: `make bench`, on a machine with a GPU, does."
 
 
 def results(folder):
-    """{path: content} of the files of the two benchmarks, others being passed over."""
+    """{path: content} of these benchmarks' files, others being passed over."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text())
-        if isinstance(content, dict) and content.get("benchmark") in ("norms", "launch"):
+        if isinstance(content, dict) and content.get("benchmark") in BENCHMARKS:
             found[path] = content
     return found
 
@@ -159,13 +160,40 @@ def launch_text(content, link):
     return f"{text}\n\n{table(['', *(NAMES[n] for n in others)], body)}"
 
 
+def traffic_text(content, link):
+    names = {"torch apart": "torch's add and norm", "apart": "torch's add, our norm",
+             "fused": "fused"}  # fmt: skip
+    body = []
+    for operator in ("rms_norm", "layer_norm"):
+        for direction in ("forward", "backward"):
+            lines = {
+                line["way"]: line
+                for line in content["rows"]
+                if (line["operator"], line["direction"]) == (operator, direction)
+            }
+            for way in names:
+                line = lines[way]
+                body.append(
+                    [f"`{operator}`, {direction}" if way == "torch apart" else "", names[way]]
+                    + [f"{line[key]:.0f}" for key in ("least_mb", "read_mb", "written_mb", "us")]
+                    + [f"{line['kernels']:g}"]
+                )
+    text = (
+        "What the fusion saves: bytes that the GPU's memory reads and writes for the sum and the "
+        "norm of 16384 x 4096 bf16 elements, counted by Nsight Compute, beside the least that "
+        f"each way can do with ([{link.name}](bench/results/{link.name})):"
+    )
+    head = ["", "", "least, MB", "read, MB", "written, MB", "GPU us", "kernels"]
+    return f"{text}\n\n{table(head, body)}"
+
+
 def readme_text(text, found):
     """README.md with the part between the markers replaced."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"README: expected the markers {BEGIN} and {END}")
-    makers = {"norms": norms_text, "launch": launch_text}
+    makers = {"norms": norms_text, "launch": launch_text, "traffic": traffic_text}
     ordered = sorted(found.items(), key=lambda item: (item[1]["benchmark"] != "norms", item[0]))
     parts = [makers[content["benchmark"]](content, path) for path, content in ordered]
     body = "\n\n".join(part for part in parts if part) or NOTHING

@@ -37,7 +37,7 @@ class ClockStub:
 def bench() -> Any:
     """The scripts as modules: they import each other by name, as scripts of one folder do."""
     sys.path.insert(0, str(ROOT / "bench"))
-    names = ("run", "record", "providers", "launch", "plot")
+    names = ("run", "record", "providers", "launch", "plot", "traffic")
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     sys.path.remove(str(ROOT / "bench"))
     for name in names:
@@ -327,10 +327,44 @@ def test_launch_on_the_cpu(bench: Any, tmp_path: Path, monkeypatch: pytest.Monke
     assert "| `add_layer_norm`, training | " in text
 
 
+# Bytes ------------------------------------------------------------------------------------------
+
+COUNTED = """==PROF== Connected to process 7
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","add","dram__bytes_read.sum","Mbyte","268.5"
+"0","add","dram__bytes_write.sum","Kbyte","134,250.5"
+"0","add","gpu__time_duration.sum","ns","96,000"
+"1","norm","dram__bytes_read.sum","byte","1,000"
+"1","norm","dram__bytes_write.sum","Mbyte","0"
+"1","norm","gpu__time_duration.sum","us","4"
+"""
+
+
+def test_what_the_profiler_counts(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.traffic, "CALLS", 1)
+    read, written, micros, kernels = bench.traffic.parse(COUNTED)
+    assert read == pytest.approx(268.501e6)
+    assert written == pytest.approx(134.2505e6)
+    assert (micros, kernels) == (pytest.approx(100.0), 2)
+
+
+def test_every_way_to_add_and_normalise_is_the_same(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.traffic, "WIDTH", 32)
+    x, residual, weight, bias = (torch.randn(*size) for size in ((3, 32), (3, 32), (32,), (32,)))
+    for operator in ("rms_norm", "layer_norm"):
+        ways = [bench.traffic.forward_of(operator, w) for w in ("torch apart", "apart", "fused")]
+        results = [way(x, residual, weight, bias) for way in ways]
+        for y, s in results:
+            assert torch.allclose(y, results[0][0], atol=1e-5)
+            assert torch.equal(s, residual + x)
+
+
 # The device ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["run", "launch"])
+@pytest.mark.parametrize("script", ["run", "launch", "traffic"])
 def test_no_gpu_is_one_sentence(bench: Any, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [f"{script}.py"])
