@@ -60,7 +60,9 @@ def cases():
         ("backward", 65536), ("forward", 12288), ("forward", 64), ("forward", 128),
         ("backward", 12288), ("forward", 2048), ("forward", 256), ("forward", 1024),
         ("forward", 5120), ("forward", 131072), ("backward", 131072), ("forward", 512),
-        ("backward", 262144),
+        ("backward", 262144), ("backward", 4096), ("backward", 8192), ("backward", 2048),
+        ("backward", 1024), ("backward", 5120), ("backward", 256), ("backward", 768),
+        ("forward", 768), ("forward", 1600), ("forward", 3072), ("forward", 7168),
     ):  # fmt: skip
         for operator in OPERATORS:
             yield Case(direction, operator, width)
@@ -104,7 +106,26 @@ def forward_candidates(width):
 
 
 def backward_candidates(width):
-    """Slices alone; those that spill nothing or little are tried one to four a multiprocessor."""
+    """One to four a multiprocessor, if they spill little or nothing."""
+    block = config.next_power_of_2(width)
+    for tile, warps, stages in itertools.product((4096, 8192, 16384), (4, 8, 16), (1, 2, 3)):
+        rows, each = tile // block, tile // (32 * warps)
+        buffers = 3 * tile * 2 * (stages - 1)  # of the add forms, the larger
+        if rows < 1 or not 16 <= each <= 32 or rows > 64 or buffers > config.SHARED_MEMORY:
+            continue
+        if stages == 1 and block < 8192:
+            continue
+        for programs_per_sm in (1, 2, 3):
+            one = config.LaunchConfig(
+                rows, block, warps, stages, programs_per_sm=programs_per_sm, packed=True
+            )
+            yield one
+            if block == 16384 and stages == 1:
+                yield dataclasses.replace(one, packed=False, reload=True)
+            if each == 16 and block < 8192:
+                yield dataclasses.replace(one, packed=False)
+    if width < 12288:
+        return
     for block, each in itertools.product((2048, 4096, 8192), (8, 16, 32)):
         slices, warps = triton.cdiv(width, block), block // (32 * each)
         if slices <= 64 and 4 <= warps <= 16:
@@ -375,9 +396,12 @@ class Timer:
 
 
 def describe(chosen):
-    flags = "w" * chosen.weights_first + "p" * chosen.packed
-    slices = f"/s{chosen.slices}n{chosen.programs_per_sm}" if chosen.slices > 1 else ""
-    return f"{chosen.block_rows}x{chosen.num_warps}{flags}{slices}"
+    flags = "w" * chosen.weights_first + "p" * chosen.packed + "r" * chosen.reload
+    slices = f"/s{chosen.slices}" if chosen.slices > 1 else ""
+    return (
+        f"{chosen.block_rows}x{chosen.num_warps}{flags}{slices}"
+        f"d{chosen.num_stages}n{chosen.programs_per_sm}"
+    )
 
 
 def line(case, found, now):
@@ -454,7 +478,7 @@ def main():
                 **case._asdict(), "name": describe(one), "rows": one.block_rows,
                 "block": one.block_size, "warps": one.num_warps, "stages": one.num_stages,
                 "per_sm": one.programs_per_sm, "slices": one.slices,
-                "weights_first": one.weights_first, "packed": one.packed,
+                "weights_first": one.weights_first, "packed": one.packed, "reload": one.reload,
             }  # fmt: skip
             found.append(result)
             if isinstance(resources, str):
@@ -466,7 +490,7 @@ def main():
                 if result["spilled"] > SPILLS:
                     result["error"] = "spills"
                     continue
-                if one.slices > 1 and one.programs_per_sm > 1 and crowd > REGISTERS:
+                if one.programs_per_sm > 1 and crowd > REGISTERS:
                     result["error"] = "more programs than fit"
                     continue
             result |= timer.ask((case, one), min(PATIENCE, end - time.monotonic()))

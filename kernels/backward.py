@@ -19,7 +19,7 @@ program into one row of ``dweight_partial_ptr`` / ``dbias_partial_ptr`` (n_progr
 import triton
 import triton.language as tl
 
-from fusedops.kernels.arithmetic import divide, opaque, round_to, row_offsets, sum_both
+from fusedops.kernels.arithmetic import INTERPRETED, divide, opaque, round_to, row_offsets, sum_both
 from fusedops.kernels.exchange import receive, send, take_ticket
 
 __all__ = [
@@ -43,6 +43,38 @@ def as_factor(weight, ACC, WEIGHT_OFFSET):
     if WEIGHT_OFFSET != 0.0:
         weight += WEIGHT_OFFSET
     return weight[None, :]
+
+
+@triton.jit
+def normalised(s, mean, rstd, mask, ACC, CENTERED: tl.constexpr, MASKED: tl.constexpr):
+    """x_hat in the accumulation dtype, zero beyond the row."""
+    x_hat = s.to(ACC)
+    if CENTERED:
+        x_hat -= mean
+        if MASKED:
+            x_hat = tl.where(mask, x_hat, 0.0)
+    return x_hat * rstd
+
+
+LINE = tl.constexpr(128)  # bytes that a prefetch brings
+
+
+@triton.jit
+def prefetch(ptr, rows, n_inner, outer_stride, row_stride, N_COLS: tl.constexpr):
+    """Have the rows brought into L2, without waiting and without registers for them."""
+    STEP: tl.constexpr = LINE // (ptr.dtype.element_ty.primitive_bitwidth // 8)
+    N_LINES: tl.constexpr = triton.next_power_of_2((N_COLS - 1) // STEP + 1)
+    cols = tl.minimum(tl.arange(0, N_LINES) * STEP, N_COLS - 1)
+    offsets = row_offsets(rows, n_inner, outer_stride, row_stride)[:, None] + cols[None, :]
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [ptr + offsets],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
@@ -71,10 +103,13 @@ def norm_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    PACKED: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """Persistent: each program walks over tiles of BLOCK_ROWS whole rows, a grid apart.
 
-    The row length is a constant for the same reason as in the forward.
+    The row length is a constant for the same reason as in the forward. With PACKED (2-byte s, dy
+    and weight) what is loaded stays as it is between its uses, and is converted for each.
     """
     MASKED: tl.constexpr = BLOCK_SIZE != N_COLS
     ACC: tl.constexpr = tl.float64 if s_ptr.dtype.element_ty == tl.float64 else tl.float32
@@ -83,8 +118,9 @@ def norm_backward_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     col_mask = (cols < N_COLS) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
     count = tl.cast(N_COLS, ACC)
-    if weight_ptr is not None:
-        weight = load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET)
+    if weight_ptr is not None and not RELOAD:
+        stored_weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
+        weight = as_factor(stored_weight, ACC, WEIGHT_OFFSET)
     if dweight_partial_ptr is not None:
         dweight = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
     if dbias_partial_ptr is not None:
@@ -97,25 +133,61 @@ def norm_backward_kernel(
         mask = row_mask[:, None] & col_mask[None, :]
         s_offsets = row_offsets(rows, n_inner, s_outer_stride, s_row_stride)
         dy_offsets = row_offsets(rows, n_inner, dy_outer_stride, dy_row_stride)
-        s = tl.load(s_ptr + s_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
-        dy = tl.load(dy_ptr + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0).to(ACC)
+        if RELOAD:
+            next_rows = tl.minimum(rows + tl.num_programs(0) * BLOCK_ROWS, n_rows - 1)
+            prefetch(s_ptr, next_rows, n_inner, s_outer_stride, s_row_stride, N_COLS)
+            prefetch(dy_ptr, next_rows, n_inner, dy_outer_stride, dy_row_stride, N_COLS)
+            if dsum_ptr is not None:
+                prefetch(dsum_ptr, next_rows, n_inner, dsum_outer_stride, dsum_row_stride, N_COLS)
+        s = tl.load(s_ptr + s_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+        dy = tl.load(dy_ptr + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        mean = 0.0
         if CENTERED:
-            s -= tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
-            if MASKED:
-                s = tl.where(mask, s, 0.0)
-        x_hat = s * rstd
+            mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        x_hat = normalised(s, mean, rstd, mask, ACC, CENTERED, MASKED)
+        g = dy.to(ACC)
         if dweight_partial_ptr is not None:
-            dweight += dy * x_hat
+            dweight += g * x_hat
         if dbias_partial_ptr is not None:
-            dbias += dy
+            dbias += g
         if ds_ptr is not None:
-            g = dy
             if weight_ptr is not None:
-                g = dy * weight
-            ds = g - x_hat * divide(tl.sum(g * x_hat, axis=1), count)[:, None]
+                if RELOAD:
+                    g *= load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET)
+                else:
+                    g *= weight
             if CENTERED:
-                ds -= divide(tl.sum(g, axis=1), count)[:, None]
+                gx_sum, g_sum = sum_both(g * x_hat, g)
+                g_mean = divide(g_sum, count)[:, None]
+            else:
+                gx_sum = tl.sum(g * x_hat, axis=1)
+            gx_mean = divide(gx_sum, count)[:, None]
+            if RELOAD:
+                s = tl.load(
+                    s_ptr + s_offsets[:, None] + cols[None, :],
+                    mask=mask,
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
+                dy = tl.load(
+                    dy_ptr + dy_offsets[:, None] + cols[None, :],
+                    mask=mask,
+                    other=0.0,
+                    eviction_policy="evict_first",
+                )
+                x_hat = normalised(s, mean, rstd, mask, ACC, CENTERED, MASKED)
+                g = dy.to(ACC)
+                if weight_ptr is not None:
+                    g *= load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET)
+            elif PACKED:
+                x_hat = normalised(opaque(s), mean, rstd, mask, ACC, CENTERED, MASKED)
+                g = opaque(dy).to(ACC)
+                if weight_ptr is not None:
+                    g *= as_factor(opaque(stored_weight), ACC, WEIGHT_OFFSET)
+            ds = g - x_hat * gx_mean
+            if CENTERED:
+                ds -= g_mean
             ds *= rstd
             if dsum_ptr is not None:
                 dsum_offsets = row_offsets(rows, n_inner, dsum_outer_stride, dsum_row_stride)
@@ -137,17 +209,6 @@ def load_slice(ptr, row, mask, cols, n_inner, outer_stride, row_stride):
     """Columns ``cols`` of one row, (1, BLOCK_SIZE)."""
     offset = row_offsets(row, n_inner, outer_stride, row_stride)
     return tl.load(ptr + offset + cols[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def normalised(s, mean, rstd, mask, CENTERED: tl.constexpr, MASKED: tl.constexpr):
-    """x_hat in fp32, zero beyond the row."""
-    x_hat = s.to(tl.float32)
-    if CENTERED:
-        x_hat -= mean
-        if MASKED:
-            x_hat = tl.where(mask, x_hat, 0.0)
-    return x_hat * rstd
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
@@ -226,7 +287,7 @@ def norm_backward_sliced_kernel(
         if CENTERED:
             next_mean = tl.load(mean_ptr + next_row, mask=there, other=0.0)
 
-        x_hat = normalised(next_s, next_mean, next_rstd, mask & there, CENTERED, MASKED)
+        x_hat = normalised(next_s, next_mean, next_rstd, mask & there, tl.float32, CENTERED, MASKED)
         g = next_dy.to(tl.float32)
         if dweight_partial_ptr is not None:
             dweight += g * x_hat
@@ -252,7 +313,7 @@ def norm_backward_sliced_kernel(
                 ds = dy.to(tl.float32)
                 if weight_ptr is not None:
                     ds *= as_factor(opaque(stored_weight), tl.float32, WEIGHT_OFFSET)
-                x_hat = normalised(s, mean, rstd, mask, CENTERED, MASKED)
+                x_hat = normalised(s, mean, rstd, mask, tl.float32, CENTERED, MASKED)
                 ds -= x_hat * divide(tl.sum(gx_sums, axis=0), count)
                 if CENTERED:
                     ds -= divide(tl.sum(g_sums, axis=0), count)

@@ -166,11 +166,14 @@ def forward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> La
     """
     block_size = next_power_of_2(n_cols)
     fits = block_size * itemsize <= MAX_FORWARD_BLOCK * 2
-    # LayerNorm of a whole block of 32768 waits too long for its reductions: 72 % of copy, sliced 81.
-    if not fits or (centered and not adds and block_size * itemsize == MAX_FORWARD_BLOCK * 2):
+    # With an add, the second read of a loop finds the sums in L2: at 65536 93 % of copy, LayerNorm
+    # 84; sliced 88 and 77. Without one 75 and 58, sliced 84 and 74. LayerNorm of a whole block of
+    # 32768 waits too long for its reductions: 72 % of copy, sliced 81.
+    widest = centered and block_size * itemsize == MAX_FORWARD_BLOCK * 2
+    if not adds and (widest or not fits):
         slices = slices_of(n_cols, itemsize, FORWARD_SLICE)
         if slices > 1:
-            return sliced(n_cols, slices, num_warps=4, packed=itemsize == 2 and not adds)
+            return sliced(n_cols, slices, num_warps=4, packed=itemsize == 2)
     if not fits:
         return LaunchConfig(1, 32768 // itemsize, num_warps=32 if itemsize == 2 else 16)
     table = FORWARD[centered, adds][block_size != n_cols]

@@ -211,7 +211,12 @@ def launch_backward(
         grid = (n_partials * config.slices,)
         run(Call(norm_backward_sliced_kernel, grid, arguments, meta), device)
     elif not looped:
-        meta |= {"BLOCK_ROWS": config.block_rows, "NUM_STAGES": config.num_stages}
+        meta |= {
+            "BLOCK_ROWS": config.block_rows,
+            "NUM_STAGES": config.num_stages,
+            "PACKED": config.packed,
+            "RELOAD": config.reload,
+        }
         arguments = (*inputs, ds, *partials, *counts, *strides)
         run(Call(norm_backward_kernel, (n_partials,), arguments, meta), device)
     elif ds is not None:
