@@ -33,6 +33,9 @@ class LaunchConfig:
     num_stages: depth of the software pipeline of the row loop (1: none).
     programs_per_sm: for persistent kernels, programs launched for each multiprocessor.
     slices: programs that share a row.
+    lag: rows that a program of the sliced backward sends ahead of the row that it finishes.
+    again: it loads that row again, which its own loads have left in the L2 cache, instead of
+        keeping it in registers.
     weights_first: the forward loads weight and bias before it has the statistics, which hides
         their latency where there are few rows, and takes registers.
     packed: the forward keeps 2-byte elements as they are between its uses of them, in half the
@@ -45,6 +48,8 @@ class LaunchConfig:
     num_stages: int = 1
     programs_per_sm: int = 1
     slices: int = 1
+    lag: int = 1
+    again: bool = False
     weights_first: bool = False
     packed: bool = False
 
