@@ -184,8 +184,9 @@ def norm_backward_sliced_kernel(
 
     N_SLICES programs walk over the same rows, each with its own columns. Both sums of a row are
     exchanged between them, which takes longer than a slice's share of the memory's time. So a
-    program first sends the sums of its next row, and then finishes the row before, whose messages
-    have had the time of a load to arrive. Two rows are kept meanwhile, as they are stored.
+    program sends the sums of its next row, and then finishes the one LAG rows before, whose
+    messages have had the time of LAG turns to arrive. Rows are kept meanwhile, as they are stored,
+    or loaded AGAIN, from the L2 cache.
     """
     N_SLICES: tl.constexpr = (N_COLS - 1) // SLICE_COLS + 1
     MASKED: tl.constexpr = N_SLICES * BLOCK_SIZE != N_COLS
