@@ -39,7 +39,7 @@ DEVICE = "cuda"
 FEW_ROWS, LAUNCHES = 64, 20
 SPILLS = 32  # registers a thread: without any, nothing would be left of the widest tiles
 PATIENCE = 40  # seconds without an answer, after which a candidate hangs
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS, SHARED_MEMORY = 65536, 228 * 1024  # of a multiprocessor; 1024 bytes go to each program
 
 
 class Case(NamedTuple):
@@ -121,18 +121,23 @@ def backward_candidates(width):
             )
             yield one
             if block == 16384 and stages == 1:
-                yield dataclasses.replace(one, packed=False, reload=True)
+                yield dataclasses.replace(one, packed=False, again=True)
             if each == 16 and block < 8192:
                 yield dataclasses.replace(one, packed=False)
     if width < 12288:
         return
-    for block, each in itertools.product((2048, 4096, 8192), (8, 16, 32)):
-        slices, warps = triton.cdiv(width, block), block // (32 * each)
-        if slices <= 64 and 4 <= warps <= 16:
-            for programs_per_sm in (1, 2, 3, 4):
-                yield config.LaunchConfig(
-                    1, block, warps, programs_per_sm=programs_per_sm, slices=slices
-                )
+    # Slices: columns, warps, programs a multiprocessor, stages, lag, again.
+    for block, warps, programs_per_sm, stages, lag, again in (
+        (4096, 8, 2, 3, 2, True), (4096, 8, 2, 3, 1, True), (4096, 8, 2, 4, 2, True),
+        (4096, 4, 2, 3, 1, False), (4096, 4, 2, 4, 1, False), (4096, 4, 2, 3, 2, False),
+        (2048, 4, 4, 3, 2, True), (8192, 8, 1, 3, 1, False), (8192, 16, 1, 3, 2, True),
+        (4096, 4, 2, 1, 1, False),
+    ):  # fmt: skip
+        slices = triton.cdiv(width, block)
+        if 1 < slices <= 64:
+            yield config.LaunchConfig(
+                1, block, warps, stages, programs_per_sm, slices, lag=lag, again=again
+            )
 
 
 class Tensors:
@@ -263,11 +268,16 @@ def chunk(case):
 
 
 def compiler_job(case, chosen):
+    if chosen.slices > 1:  # the number of programs limits their registers
+        return case, chosen
     return case, dataclasses.replace(chosen, programs_per_sm=1)
 
 
 def compile_candidate(job):
-    """(registers a thread, spilled ones) of the candidate's first kernel, or the error's name."""
+    """Of the candidate's first kernel (registers a thread, spilled ones, bytes of shared memory).
+
+    Or the error's name.
+    """
     case, chosen = job
     captured = []
     launch.run = lambda call, device: captured.append(call)
@@ -279,7 +289,7 @@ def compile_candidate(job):
             compiled = call.kernel.warmup(*dtypes, grid=call.grid, **call.meta)
             if call is captured[0]:
                 compiled._init_handles()
-                found = compiled.n_regs, compiled.n_spills
+                found = compiled.n_regs, compiled.n_spills, compiled.metadata.shared
         return found
     except Exception as error:  # out of shared memory, for example
         return type(error).__name__
@@ -396,12 +406,11 @@ class Timer:
 
 
 def describe(chosen):
-    flags = "w" * chosen.weights_first + "p" * chosen.packed + "r" * chosen.reload
+    flags = "w" * chosen.weights_first + "p" * chosen.packed + "a" * chosen.again
     slices = f"/s{chosen.slices}" if chosen.slices > 1 else ""
-    return (
-        f"{chosen.block_rows}x{chosen.num_warps}{flags}{slices}"
-        f"d{chosen.num_stages}n{chosen.programs_per_sm}"
-    )
+    depth = f"q{chosen.num_stages}n{chosen.programs_per_sm}" if chosen.num_stages > 1 else ""
+    lag = f"l{chosen.lag}" if chosen.lag > 1 else ""
+    return f"{chosen.block_rows}x{chosen.num_warps}{flags}{slices}{depth}{lag}"
 
 
 def line(case, found, now):
@@ -447,7 +456,6 @@ def main():
         and case.operator in options.operators
         and (options.widths is None or case.width in options.widths)
     ]
-    # Programs a multiprocessor are no matter of the compiler's.
     jobs = list(dict.fromkeys(compiler_job(c, one) for c in chosen_cases for one in candidates(c)))
     print(f"{len(jobs)} kernels of {len(chosen_cases)} cases", flush=True)
     cores = max(1, min(16, os.cpu_count() or 1) - 2)
@@ -478,19 +486,23 @@ def main():
                 **case._asdict(), "name": describe(one), "rows": one.block_rows,
                 "block": one.block_size, "warps": one.num_warps, "stages": one.num_stages,
                 "per_sm": one.programs_per_sm, "slices": one.slices,
-                "weights_first": one.weights_first, "packed": one.packed, "reload": one.reload,
+                "lag": one.lag, "again": one.again,
+                "weights_first": one.weights_first, "packed": one.packed,
             }  # fmt: skip
             found.append(result)
             if isinstance(resources, str):
                 result["error"] = resources
                 continue
-            result["registers"], result["spilled"] = resources
-            crowd = one.programs_per_sm * one.num_warps * 32 * result["registers"]
+            result["registers"], result["spilled"], result["shared"] = resources
+            crowd = one.programs_per_sm * max(
+                one.num_warps * 32 * result["registers"] / REGISTERS,
+                (result["shared"] + 1024) / SHARED_MEMORY,
+            )
             if one != today(case):
                 if result["spilled"] > SPILLS:
                     result["error"] = "spills"
                     continue
-                if one.programs_per_sm > 1 and crowd > REGISTERS:
+                if one.programs_per_sm > 1 and crowd > 1:
                     result["error"] = "more programs than fit"
                     continue
             result |= timer.ask((case, one), min(PATIENCE, end - time.monotonic()))

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from fusedops.kernels.arithmetic import INTERPRETED, divide, opaque, round_to, row_offsets, sum_both
-from fusedops.kernels.exchange import receive, send, take_ticket
+from fusedops.kernels.exchange import look, receive, send, take_ticket
 
 __all__ = [
     "norm_backward_kernel",
@@ -104,7 +104,7 @@ def norm_backward_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PACKED: tl.constexpr,
-    RELOAD: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """Persistent: each program walks over tiles of BLOCK_ROWS whole rows, a grid apart.
 
@@ -118,7 +118,7 @@ def norm_backward_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     col_mask = (cols < N_COLS) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
     count = tl.cast(N_COLS, ACC)
-    if weight_ptr is not None and not RELOAD:
+    if weight_ptr is not None and not AGAIN:
         stored_weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
         weight = as_factor(stored_weight, ACC, WEIGHT_OFFSET)
     if dweight_partial_ptr is not None:
@@ -133,7 +133,7 @@ def norm_backward_kernel(
         mask = row_mask[:, None] & col_mask[None, :]
         s_offsets = row_offsets(rows, n_inner, s_outer_stride, s_row_stride)
         dy_offsets = row_offsets(rows, n_inner, dy_outer_stride, dy_row_stride)
-        if RELOAD:
+        if AGAIN:
             next_rows = tl.minimum(rows + tl.num_programs(0) * BLOCK_ROWS, n_rows - 1)
             prefetch(s_ptr, next_rows, n_inner, s_outer_stride, s_row_stride, N_COLS)
             prefetch(dy_ptr, next_rows, n_inner, dy_outer_stride, dy_row_stride, N_COLS)
@@ -153,7 +153,7 @@ def norm_backward_kernel(
             dbias += g
         if ds_ptr is not None:
             if weight_ptr is not None:
-                if RELOAD:
+                if AGAIN:
                     g *= load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET)
                 else:
                     g *= weight
@@ -163,7 +163,7 @@ def norm_backward_kernel(
             else:
                 gx_sum = tl.sum(g * x_hat, axis=1)
             gx_mean = divide(gx_sum, count)[:, None]
-            if RELOAD:
+            if AGAIN:
                 s = tl.load(
                     s_ptr + s_offsets[:, None] + cols[None, :],
                     mask=mask,
@@ -237,13 +237,17 @@ def norm_backward_sliced_kernel(
     WEIGHT_OFFSET: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SLICE_COLS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    LAG: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
     """Persistent, for rows whose weight gradients do not fit one program's registers (not fp64).
 
     N_SLICES programs walk over the same rows, each with its own columns. Both sums of a row are
     exchanged between them, which takes longer than a slice's share of the memory's time. So a
-    program first sends the sums of its next row, and then finishes the row before, whose messages
-    have had the time of a load to arrive. Two rows are kept meanwhile, as they are stored.
+    program sends the sums of its next row, and then finishes the one LAG rows before, whose
+    messages have had the time of LAG turns to arrive. Rows are kept meanwhile, as they are stored,
+    or loaded AGAIN, from the L2 cache.
     """
     N_SLICES: tl.constexpr = (N_COLS - 1) // SLICE_COLS + 1
     MASKED: tl.constexpr = N_SLICES * BLOCK_SIZE != N_COLS
@@ -266,16 +270,20 @@ def norm_backward_sliced_kernel(
     if dbias_partial_ptr is not None:
         dbias = tl.zeros((1, BLOCK_SIZE), dtype=tl.float32)
 
-    # The first turn only sends, the last one only finishes: where a row is not there, its masked
-    # loads give zeros, and nothing is sent or stored.
+    # The first LAG turns only send, the last ones only finish: where a row is not there, its masked
+    # loads give zeros, and nothing is sent or stored. Branches, and loops within this one, would
+    # keep Triton from loading ahead.
     s = tl.zeros((1, BLOCK_SIZE), dtype=s_ptr.dtype.element_ty)
     dy = tl.zeros((1, BLOCK_SIZE), dtype=dy_ptr.dtype.element_ty)
     mean = 0.0
     rstd = 0.0
-    for next_row in range(first, n_rows + step, step):
-        row = next_row - step
+    last_s, last_dy, last_mean, last_rstd = s, dy, mean, rstd
+    for next_row in tl.range(first, n_rows + LAG * step, step, num_stages=NUM_STAGES):
+        row = next_row - LAG * step
         started = row >= 0
         there = next_row < n_rows
+        if ds_ptr is not None:
+            slots, expected, seen = look(exchange_ptr, row, started, N_SLICES)
         next_s = load_slice(
             s_ptr, next_row, mask & there, cols, n_inner, s_outer_stride, s_row_stride
         )
@@ -304,31 +312,43 @@ def norm_backward_sliced_kernel(
             here = tl.full((1,), 0, tl.int64) + next_row
             send(exchange_ptr, here, index, gx_sum, g_sum, here < n_rows, N_SLICES)
 
-            if started:
-                if dsum_ptr is not None:
-                    dsum = load_slice(
-                        dsum_ptr, row, mask, cols, n_inner, dsum_outer_stride, dsum_row_stride
-                    )
-                gx_sums, g_sums = receive(exchange_ptr, row, N_SLICES)
-                ds = dy.to(tl.float32)
-                if weight_ptr is not None:
-                    ds *= as_factor(opaque(stored_weight), tl.float32, WEIGHT_OFFSET)
-                x_hat = normalised(s, mean, rstd, mask, tl.float32, CENTERED, MASKED)
-                ds -= x_hat * divide(tl.sum(gx_sums, axis=0), count)
+            if AGAIN:
+                there = mask & started
+                s = load_slice(s_ptr, row, there, cols, n_inner, s_outer_stride, s_row_stride)
+                dy = load_slice(dy_ptr, row, there, cols, n_inner, dy_outer_stride, dy_row_stride)
+                rstd = tl.load(rstd_ptr + row, mask=started, other=0.0)
                 if CENTERED:
-                    ds -= divide(tl.sum(g_sums, axis=0), count)
-                ds *= rstd
-                if dsum_ptr is not None:
-                    ds += dsum.to(tl.float32)
-                tl.store(
-                    ds_ptr + row * ds_row_stride + cols[None, :],
-                    round_to(ds, ds_ptr.dtype.element_ty),
-                    mask=mask,
+                    mean = tl.load(mean_ptr + row, mask=started, other=0.0)
+            if dsum_ptr is not None:
+                dsum = load_slice(
+                    dsum_ptr, row, mask & started, cols, n_inner, dsum_outer_stride, dsum_row_stride
                 )
-        s = next_s
-        dy = next_dy
-        mean = next_mean
-        rstd = next_rstd
+            gx_sums, g_sums = receive(slots, expected, seen)
+            ds = dy.to(tl.float32)
+            if weight_ptr is not None:
+                ds *= as_factor(opaque(stored_weight), tl.float32, WEIGHT_OFFSET)
+            x_hat = normalised(s, mean, rstd, mask, tl.float32, CENTERED, MASKED)
+            ds -= x_hat * divide(tl.sum(gx_sums, axis=0), count)
+            if CENTERED:
+                ds -= divide(tl.sum(g_sums, axis=0), count)
+            ds *= rstd
+            if dsum_ptr is not None:
+                ds += dsum.to(tl.float32)
+            tl.store(
+                ds_ptr + row * ds_row_stride + cols[None, :],
+                round_to(ds, ds_ptr.dtype.element_ty),
+                mask=mask & started,
+            )
+        if not AGAIN:
+            if LAG == 1:
+                s, dy, mean, rstd = next_s, next_dy, next_mean, next_rstd
+            else:
+                # Triton loads nothing ahead in a loop that hands values on over two turns.
+                s, dy = opaque(last_s), opaque(last_dy)
+                rstd = opaque(last_rstd)
+                if CENTERED:
+                    mean = opaque(last_mean)
+                last_s, last_dy, last_mean, last_rstd = next_s, next_dy, next_mean, next_rstd
 
     partial_offsets = first * N_COLS + cols
     if dweight_partial_ptr is not None:

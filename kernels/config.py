@@ -33,10 +33,13 @@ class LaunchConfig:
     num_stages: depth of the software pipeline of the row loop (1: none).
     programs_per_sm: for persistent kernels, programs launched for each multiprocessor.
     slices: programs that share a row.
+    lag: rows that a program of the sliced backward sends ahead of the row that it finishes.
+    again: the backward loads a row again, which its own loads have left in a cache, instead of
+        keeping it in registers.
     weights_first: the forward loads weight and bias before it has the statistics, which hides
         their latency where there are few rows, and takes registers.
-    packed: the forward keeps 2-byte elements as they are between its uses of them, in half the
-        registers, and converts them each time. Their bits stay the same.
+    packed: 2-byte elements are kept as they are between their uses, in half the registers, and
+        converted each time. Their bits stay the same.
     """
 
     block_rows: int
@@ -45,9 +48,10 @@ class LaunchConfig:
     num_stages: int = 1
     programs_per_sm: int = 1
     slices: int = 1
+    lag: int = 1
+    again: bool = False
     weights_first: bool = False
     packed: bool = False
-    reload: bool = False
 
 
 # What slices and packed are made of is NVIDIA's, and Triton's interpreter, which runs programs one
@@ -122,10 +126,11 @@ def slice_columns(n_cols: int, slices: int) -> int:
 
 
 # The widest slice of 2-byte elements, half as many of 4 bytes: the programs of a row should be few,
-# for each waits for all, but several should fit a multiprocessor, because they wait. The
-# backward's 8192 columns are what two weight gradients in registers leave room for.
+# for each waits for all, but several should fit a multiprocessor, because they wait. Two of the
+# backward fit with 4096 columns each, by their weight gradients in registers as by what they load
+# ahead into shared memory.
 FORWARD_SLICE = 8192
-BACKWARD_SLICE = 8192
+BACKWARD_SLICE = 4096
 MAX_SLICES = 64
 
 
@@ -197,7 +202,10 @@ def backward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> L
     if spills or block_size * itemsize > MAX_BACKWARD_BLOCK * 2:
         slices = slices_of(n_cols, itemsize, BACKWARD_SLICE)
         if slices > 1:
-            return sliced(n_cols, slices, num_warps=8)
+            block_size = next_power_of_2(slice_columns(n_cols, slices))
+            return LaunchConfig(
+                1, block_size, 8, num_stages=3, programs_per_sm=2, slices=slices, lag=2, again=True
+            )
         return LaunchConfig(1, 16384 // itemsize, num_warps=16)
     # Two shapes were the fastest nearly everywhere: one program an SM with a tile of 8192
     # elements, or two with half of that where little data hides the reductions.

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from fusedops.kernels.arithmetic import INTERPRETED
 
-__all__ = ["EMPTY", "exchange_size", "receive", "send", "take_ticket"]
+__all__ = ["EMPTY", "exchange_size", "look", "receive", "send", "take_ticket"]
 
 EMPTY = tl.constexpr(-1)
 SLOTS = tl.constexpr(16)  # a line of the cache away from the counter
@@ -49,22 +49,60 @@ def send(exchange_ptr, row, index, a, b, mask, N_SLICES: tl.constexpr):
 
 
 @triton.jit
-def receive(exchange_ptr, row, N_SLICES: tl.constexpr):
-    """What all slices of ``row`` told: (a, b), each (the next power of two of N_SLICES,).
+def look(exchange_ptr, row, wanted, N_SLICES: tl.constexpr):
+    """For `receive`: where the messages of ``row`` are, if it is ``wanted``, and what is there now.
 
-    Zeros stand behind the last slice. Volatile loads pass by the L1 cache, which would not notice
-    what other multiprocessors write.
+    The sooner after `send`, the less likely is it that they are there; the sooner before `receive`,
+    the longer does that one wait for what is on its way from the L2 cache. Relaxed loads pass by
+    the L1 cache, which would not notice what other multiprocessors write.
     """
-    slots = exchange_ptr + SLOTS + row * N_SLICES
-    if not INTERPRETED:  # it runs the programs one after another: tests launch them twice
-        # On scalars, each thread loops on its own: the warps need not agree when they leave.
-        waiting = True
-        while waiting:
-            waiting = False
-            for index in tl.static_range(N_SLICES):
-                waiting |= tl.load(slots + index, volatile=True) == EMPTY
     indices = tl.arange(0, triton.next_power_of_2(N_SLICES))
-    messages = tl.load(slots + indices, mask=indices < N_SLICES, other=0, volatile=True)
+    expected = (indices < N_SLICES) & wanted
+    # The counter is not EMPTY: nothing is waited for there.
+    slots = exchange_ptr + tl.where(expected, SLOTS + row * N_SLICES + indices, 0)
+    if INTERPRETED:
+        seen = tl.load(slots)
+    else:
+        seen = tl.inline_asm_elementwise(
+            "ld.relaxed.gpu.global.b64 $0, [$1];",
+            "=l,l",
+            [slots],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    return slots, expected, seen
+
+
+@triton.jit
+def receive(slots, expected, seen):
+    """What all slices of the row told that was looked for: (a, b), each a number a slice.
+
+    There are as many as the next power of two of N_SLICES. Zeros stand behind the last slice, and
+    everywhere where the row was not wanted.
+
+    The loop is hidden from Triton, which loads nothing ahead in loops that contain others. Each
+    thread is on its own in it.
+    """
+    if not INTERPRETED:  # it runs the programs one after another: tests launch them twice
+        seen = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred empty;
+                mov.b64 $0, $2;
+            again:
+                setp.eq.s64 empty, $0, -1;
+                @empty ld.relaxed.gpu.global.b64 $0, [$1];
+                @empty bra again;
+            }
+            """,
+            "=&l,l,l",
+            [slots, seen],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    messages = tl.where(expected, seen, 0)
     a = (messages >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     b = messages.to(tl.int32).to(tl.float32, bitcast=True)
     return a, b

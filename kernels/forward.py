@@ -32,7 +32,7 @@ from fusedops.kernels.arithmetic import (
     row_offsets,
     sum_both,
 )
-from fusedops.kernels.exchange import receive, send, take_ticket
+from fusedops.kernels.exchange import look, receive, send, take_ticket
 
 __all__ = ["norm_forward_kernel", "norm_forward_looped_kernel"]
 
@@ -180,7 +180,7 @@ def norm_forward_kernel(
         mean += correction
         if N_SLICES > 1:
             send(exchange_ptr, rows, index, mean, m2, row_mask, N_SLICES)
-            means, m2s = receive(exchange_ptr, row, N_SLICES)
+            means, m2s = receive(*look(exchange_ptr, row, True, N_SLICES))
             mean, m2 = merge_moments(means, m2s, N_COLS, SLICE_COLS)
         variance = divide(m2, tl.cast(N_COLS, ACC))
         variance = tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -193,7 +193,7 @@ def norm_forward_kernel(
         squares = tl.sum(s * s, axis=1)
         if N_SLICES > 1:
             send(exchange_ptr, rows, index, squares, squares, row_mask, N_SLICES)
-            squares, _ = receive(exchange_ptr, row, N_SLICES)
+            squares, _ = receive(*look(exchange_ptr, row, True, N_SLICES))
             squares = tl.sum(squares, axis=0, keep_dims=True)
         variance = divide(squares, tl.cast(N_COLS, ACC))
         s = again(s, stored, PACKED)

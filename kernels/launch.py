@@ -154,6 +154,14 @@ def launch_forward(x: Tensor, *arguments: Any, **options: Any) -> None:
         run(prepare_forward(x, *arguments, **options), x.device)
 
 
+def registers(config: LaunchConfig) -> int:
+    """Registers of a thread with which a multiprocessor's 65536 are enough for its programs.
+
+    Where they have no need of fewer, ptxas takes as many as its schedule finds a use for.
+    """
+    return min(255, 65536 // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
+
+
 def launch_backward(
     s: Tensor,
     dy: Tensor,
@@ -205,7 +213,13 @@ def launch_backward(
     partials = (dweight_partial, dbias_partial)
     strides = (*s_strides, *dy_strides, *row_strides(dsum, n_rows), n_cols)
     if config.slices > 1:
-        meta |= {"SLICE_COLS": slice_columns(n_cols, config.slices)}
+        meta |= {
+            "SLICE_COLS": slice_columns(n_cols, config.slices),
+            "NUM_STAGES": config.num_stages,
+            "LAG": config.lag,
+            "AGAIN": config.again,
+            "maxnreg": registers(config),
+        }
         exchange = exchange_memory(n_rows, config.slices, device)
         arguments = (*inputs, ds, *partials, exchange, *counts, *strides)
         grid = (n_partials * config.slices,)
@@ -215,7 +229,7 @@ def launch_backward(
             "BLOCK_ROWS": config.block_rows,
             "NUM_STAGES": config.num_stages,
             "PACKED": config.packed,
-            "RELOAD": config.reload,
+            "AGAIN": config.again,
         }
         arguments = (*inputs, ds, *partials, *counts, *strides)
         run(Call(norm_backward_kernel, (n_partials,), arguments, meta), device)

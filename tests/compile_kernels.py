@@ -41,7 +41,7 @@ OPERATORS = {  # centered, adds
     "layer_norm": (True, False),
     "add_layer_norm": (True, True),
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "num_ctas")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "num_ctas", "maxnreg")
 
 
 def source_of(kernel, args, meta):
