@@ -120,24 +120,15 @@ def backward_candidates(width):
                 rows, block, warps, stages, programs_per_sm=programs_per_sm, packed=True
             )
             yield one
-            if block == 16384 and stages == 1:
-                yield dataclasses.replace(one, packed=False, again=True)
             if each == 16 and block < 8192:
                 yield dataclasses.replace(one, packed=False)
     if width < 12288:
         return
-    # Slices: columns, warps, programs a multiprocessor, stages, lag, again.
-    for block, warps, programs_per_sm, stages, lag, again in (
-        (4096, 8, 2, 3, 2, True), (4096, 8, 2, 3, 1, True), (4096, 8, 2, 4, 2, True),
-        (4096, 4, 2, 3, 1, False), (4096, 4, 2, 4, 1, False), (4096, 4, 2, 3, 2, False),
-        (2048, 4, 4, 3, 2, True), (8192, 8, 1, 3, 1, False), (8192, 16, 1, 3, 2, True),
-        (4096, 4, 2, 1, 1, False),
-    ):  # fmt: skip
+    for block, warps, programs_per_sm in ((2048, 4, 4), (4096, 8, 2), (4096, 4, 2), (8192, 8, 1)):
         slices = triton.cdiv(width, block)
-        if 1 < slices <= 64:
-            yield config.LaunchConfig(
-                1, block, warps, stages, programs_per_sm, slices, lag=lag, again=again
-            )
+        if 1 < slices <= config.MAX_SLICES:
+            for stages in (3, 4):
+                yield config.LaunchConfig(1, block, warps, stages, programs_per_sm, slices)
 
 
 class Tensors:
@@ -406,11 +397,10 @@ class Timer:
 
 
 def describe(chosen):
-    flags = "w" * chosen.weights_first + "p" * chosen.packed + "a" * chosen.again
+    flags = "w" * chosen.weights_first + "p" * chosen.packed
     slices = f"/s{chosen.slices}" if chosen.slices > 1 else ""
     depth = f"q{chosen.num_stages}n{chosen.programs_per_sm}" if chosen.num_stages > 1 else ""
-    lag = f"l{chosen.lag}" if chosen.lag > 1 else ""
-    return f"{chosen.block_rows}x{chosen.num_warps}{flags}{slices}{depth}{lag}"
+    return f"{chosen.block_rows}x{chosen.num_warps}{flags}{slices}{depth}"
 
 
 def line(case, found, now):
@@ -486,7 +476,6 @@ def main():
                 **case._asdict(), "name": describe(one), "rows": one.block_rows,
                 "block": one.block_size, "warps": one.num_warps, "stages": one.num_stages,
                 "per_sm": one.programs_per_sm, "slices": one.slices,
-                "lag": one.lag, "again": one.again,
                 "weights_first": one.weights_first, "packed": one.packed,
             }  # fmt: skip
             found.append(result)

@@ -472,6 +472,10 @@ static int same(PyObject *a, PyObject *b, PyObject *name) {
     return answer;
 }
 
+static PyObject *version_of(PyObject *tensor) {
+    return tensor == Py_None ? Py_NewRef(tensor) : PyObject_GetAttr(tensor, s__version);
+}
+
 static int has_version(PyObject *tensor, PyObject *version) {
     PyObject *now = PyObject_GetAttr(tensor, s__version);
     if (now == NULL) return -1;
@@ -670,36 +674,34 @@ static PyObject *call_with_stream(PyObject *norm_state, PyObject *stream) {
 
 // `_HandOver` of the stream's sum, whose norm is y.
 static PyObject *new_handed(PyObject *stream, PyObject *y, PyObject *norm_state) {
-    PyObject *spec = PyDict_GetItemWithError(norm_state, s__fusedops_norm);
-    PyObject *parameters = PyDict_GetItemWithError(norm_state, s__parameters);
-    if (spec == NULL || parameters == NULL) return NULL;
-    PyObject *tensor = AT(stream, stream, _base), *handed = new_object(handed_type);
-    PyObject *weight = parameter(parameters, spec, s_weight);
-    PyObject *bias = weight == NULL ? NULL : parameter(parameters, spec, s_bias);
-    PyObject *eps_name = PyObject_GetAttr(spec, s_eps), *eps = NULL;
-    if (eps_name != NULL) eps = PyDict_GetItemWithError(norm_state, eps_name);
-    Py_XDECREF(eps_name);
-    if (handed == NULL || bias == NULL || eps == NULL) goto failed;
+    PyObject *handed = new_object(handed_type), *tensor = AT(stream, stream, _base), *found;
+    if (handed == NULL) return NULL;
 #define GIVE(name, value)                                                                      \
-    PUT(handed, handed, name, value);                                                          \
-    if (AT(handed, handed, name) == NULL) goto failed
+    found = value;                                                                             \
+    if (found == NULL) goto failed;                                                            \
+    PUT(handed, handed, name, found)
     GIVE(tensor, PyWeakref_NewRef(tensor, forget));
     GIVE(version, PyObject_GetAttr(tensor, s__version));
     GIVE(y, Py_NewRef(y));
     GIVE(state, Py_NewRef(AT(call, AT(stream, stream, _call), state)));
     GIVE(norm_state, Py_NewRef(norm_state));
-    GIVE(spec, Py_NewRef(spec));
-    GIVE(eps, Py_NewRef(eps));
-    GIVE(weight, Py_NewRef(weight));
-    GIVE(weight_version,
-         weight == Py_None ? Py_NewRef(weight) : PyObject_GetAttr(weight, s__version));
-    GIVE(bias, Py_NewRef(bias));
-    GIVE(bias_version, bias == Py_None ? Py_NewRef(bias) : PyObject_GetAttr(bias, s__version));
     GIVE(grad, Py_NewRef(AT(stream, stream, _grad)));
     GIVE(autocast, Py_NewRef(Py_None));
+    GIVE(spec, Py_XNewRef(PyDict_GetItemWithError(norm_state, s__fusedops_norm)));
+    PyObject *spec = AT(handed, handed, spec), *eps_name = PyObject_GetAttr(spec, s_eps);
+    if (eps_name == NULL) goto failed;
+    found = Py_XNewRef(PyDict_GetItemWithError(norm_state, eps_name));
+    Py_DECREF(eps_name);
+    GIVE(eps, found);
+    PyObject *parameters = PyDict_GetItemWithError(norm_state, s__parameters);
+    if (parameters == NULL || !PyDict_Check(parameters)) goto failed;
+    GIVE(weight, Py_XNewRef(parameter(parameters, spec, s_weight)));
+    GIVE(bias, Py_XNewRef(parameter(parameters, spec, s_bias)));
+    GIVE(weight_version, version_of(AT(handed, handed, weight)));
+    GIVE(bias_version, version_of(AT(handed, handed, bias)));
     return handed;
 failed:
-    Py_XDECREF(handed);
+    Py_DECREF(handed);
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_RuntimeError, "the norm has changed meanwhile");
     return NULL;
 }

@@ -347,11 +347,10 @@ def remember(
         return
     import triton
 
-    from fusedops.kernels.config import forward_config
-    from fusedops.kernels.launch import TRITON_RELEASE
+    from fusedops.kernels import launch as kernel_launch
 
     vectors = [vector for vector in (weight, bias) if vector is not None]
-    if TRITON_RELEASE not in TESTED_TRITON or torch.version.hip is not None:
+    if kernel_launch.TRITON_RELEASE not in TESTED_TRITON or torch.version.hip is not None:
         return
     if weight is None and bias is not None:
         return
@@ -376,7 +375,14 @@ def remember(
     )
     sum_dtype = None if residual is None else torch.promote_types(x.dtype, residual.dtype)
     itemsize = (sum_dtype or x.dtype).itemsize
-    if forward_config(x.shape[-1], itemsize, spec.centered, residual is not None).slices > 1:
+    config = kernel_launch.forward_config(
+        x.shape[-1],
+        itemsize,
+        spec.centered,
+        residual is not None,
+        kernel_launch.multiprocessors(x.device),
+    )
+    if config.slices > 1:
         return  # each such call needs memory of its own
     statistics = None if train is None else reference.compute_dtype(sum_dtype or x.dtype)
     plan = Plan(

@@ -362,35 +362,11 @@ class ResidualStream:
     def reshape(self, *shape: Any) -> Any:
         return _reshape(self, shape, "reshape")
 
-    def __add__(self, other: Any, other_first: bool = False) -> Any:
-        """``self + other`` put off, where other is a tensor like it; else done."""
-        call = self._call
-        if call.pending is not None:
-            _finish(call.pending, "another add came before a norm read the sum")
-        if self._reshaped is not None:
-            as_tensor(self)
-        if type(other) is ResidualStream:
-            other = as_tensor(other)
-        base = self._base
-        if (
-            type(other) is not Tensor
-            or call.state is _closed
-            or other.shape != base.shape
-            or (other.dtype is not base.dtype and other.dtype not in FLOATS)
-        ):
-            return other + as_tensor(self) if other_first else as_tensor(self) + other
-        result = ResidualStream(base, call, self._key, _is_grad_enabled())
-        result._delta = other
-        result._delta_first = other_first
-        try:
-            result._versions = (base._version, other._version)
-        except RuntimeError:  # inference tensors have no counter
-            result._versions = None
-        call.pending = result
-        return result
+    def __add__(self, other: Any) -> Any:
+        return _add(self, other)
 
     def __radd__(self, other: Any) -> Any:
-        return self.__add__(other, True)
+        return _add(self, other, True)
 
     @classmethod
     def __torch_function__(
@@ -399,7 +375,7 @@ class ResidualStream:
         if (func is _METHOD_ADD or func is torch.add) and len(args) == 2 and not kwargs:
             first, second = args
             if type(second) is ResidualStream and type(first) is not ResidualStream:
-                return second.__add__(first, True)
+                return second.__radd__(first)
             return first.__add__(second)
         return func(*_without_streams(args), **_without_streams(kwargs or {}))
 
@@ -433,6 +409,34 @@ class ResidualStream:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return as_tensor(self).__reduce_ex__(protocol)
+
+
+def _add(stream: ResidualStream, other: Any, other_first: bool = False) -> Any:
+    """``stream + other`` put off, where other is a tensor like it; else done."""
+    call = stream._call
+    if call.pending is not None:
+        _finish(call.pending, "another add came before a norm read the sum")
+    if stream._reshaped is not None:
+        as_tensor(stream)
+    if type(other) is ResidualStream:
+        other = as_tensor(other)
+    base = stream._base
+    if (
+        type(other) is not Tensor
+        or call.state is _closed
+        or other.shape != base.shape
+        or (other.dtype is not base.dtype and other.dtype not in FLOATS)
+    ):
+        return other + as_tensor(stream) if other_first else as_tensor(stream) + other
+    result = ResidualStream(base, call, stream._key, _is_grad_enabled())
+    result._delta = other
+    result._delta_first = other_first
+    try:
+        result._versions = (base._version, other._version)
+    except RuntimeError:  # inference tensors have no counter
+        result._versions = None
+    call.pending = result
+    return result
 
 
 _METHOD_ADD = Tensor.add
@@ -555,20 +559,22 @@ def _refuse_functions(state: BlockState) -> None:
 
 
 def _without_streams(value: Any) -> Any:
-    """``value`` with tensors for the streams in it, looking into lists, tuples and dicts."""
+    """``value`` with tensors for the streams in it, looking into lists, tuples and dicts.
+
+    Where there is no stream, the same object.
+    """
     if type(value) is ResidualStream:
         return as_tensor(value)
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) or type(value) is list:
         items = [_without_streams(item) for item in value]
         if all(one is other for one, other in zip(items, value, strict=True)):
             return value
-        if type(value) is tuple:
-            return tuple(items)
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is list:
-        return [_without_streams(item) for item in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
     if type(value) is dict:
-        return {key: _without_streams(item) for key, item in value.items()}
+        new = {key: _without_streams(item) for key, item in value.items()}
+        return new if any(new[key] is not item for key, item in value.items()) else value
     return value
 
 
@@ -608,10 +614,11 @@ def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether calling ``module`` is more than running its class's forward."""
+    """Whether calling ``module`` is more than its class's forward, be it by a global hook."""
     state = module.__dict__
     return bool(
-        state["_forward_pre_hooks"]
+        any_global_hook()
+        or state["_forward_pre_hooks"]
         or state["_forward_hooks"]
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
@@ -671,7 +678,7 @@ def call_unhooked(norm: nn.Module, x: Tensor) -> Tensor | None:
 
     Without hooks, and with its class's forward, a module's call is its forward.
     """
-    if READY not in norm.__dict__ or is_hooked(norm) or any_global_hook():
+    if READY not in norm.__dict__ or is_hooked(norm):
         return None
     return _known_result(norm, x)
 
@@ -953,7 +960,7 @@ PYTHON_METHODS = {
 """What direct.c puts its own in the place of."""
 
 direct.ask(
-    add_in_python=ResidualStream.__add__,
+    add_in_python=_add,
     any_autocast=_any_autocast,
     block_type=BlockState,
     call_type=_Call,

@@ -19,7 +19,7 @@ program into one row of ``dweight_partial_ptr`` / ``dbias_partial_ptr`` (n_progr
 import triton
 import triton.language as tl
 
-from fusedops.kernels.arithmetic import INTERPRETED, divide, opaque, round_to, row_offsets, sum_both
+from fusedops.kernels.arithmetic import divide, opaque, round_to, row_offsets, sum_both
 from fusedops.kernels.exchange import look, receive, send, take_ticket
 
 __all__ = [
@@ -56,27 +56,6 @@ def normalised(s, mean, rstd, mask, ACC, CENTERED: tl.constexpr, MASKED: tl.cons
     return x_hat * rstd
 
 
-LINE = tl.constexpr(128)  # bytes that a prefetch brings
-
-
-@triton.jit
-def prefetch(ptr, rows, n_inner, outer_stride, row_stride, N_COLS: tl.constexpr):
-    """Have the rows brought into L2, without waiting and without registers for them."""
-    STEP: tl.constexpr = LINE // (ptr.dtype.element_ty.primitive_bitwidth // 8)
-    N_LINES: tl.constexpr = triton.next_power_of_2((N_COLS - 1) // STEP + 1)
-    cols = tl.minimum(tl.arange(0, N_LINES) * STEP, N_COLS - 1)
-    offsets = row_offsets(rows, n_inner, outer_stride, row_stride)[:, None] + cols[None, :]
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [ptr + offsets],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
 def norm_backward_kernel(
     s_ptr,
@@ -104,7 +83,6 @@ def norm_backward_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PACKED: tl.constexpr,
-    AGAIN: tl.constexpr,
 ):
     """Persistent: each program walks over tiles of BLOCK_ROWS whole rows, a grid apart.
 
@@ -118,7 +96,7 @@ def norm_backward_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     col_mask = (cols < N_COLS) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
     count = tl.cast(N_COLS, ACC)
-    if weight_ptr is not None and not AGAIN:
+    if weight_ptr is not None:
         stored_weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
         weight = as_factor(stored_weight, ACC, WEIGHT_OFFSET)
     if dweight_partial_ptr is not None:
@@ -133,12 +111,6 @@ def norm_backward_kernel(
         mask = row_mask[:, None] & col_mask[None, :]
         s_offsets = row_offsets(rows, n_inner, s_outer_stride, s_row_stride)
         dy_offsets = row_offsets(rows, n_inner, dy_outer_stride, dy_row_stride)
-        if AGAIN:
-            next_rows = tl.minimum(rows + tl.num_programs(0) * BLOCK_ROWS, n_rows - 1)
-            prefetch(s_ptr, next_rows, n_inner, s_outer_stride, s_row_stride, N_COLS)
-            prefetch(dy_ptr, next_rows, n_inner, dy_outer_stride, dy_row_stride, N_COLS)
-            if dsum_ptr is not None:
-                prefetch(dsum_ptr, next_rows, n_inner, dsum_outer_stride, dsum_row_stride, N_COLS)
         s = tl.load(s_ptr + s_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
         dy = tl.load(dy_ptr + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
@@ -153,34 +125,14 @@ def norm_backward_kernel(
             dbias += g
         if ds_ptr is not None:
             if weight_ptr is not None:
-                if AGAIN:
-                    g *= load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET)
-                else:
-                    g *= weight
+                g *= weight
             if CENTERED:
                 gx_sum, g_sum = sum_both(g * x_hat, g)
                 g_mean = divide(g_sum, count)[:, None]
             else:
                 gx_sum = tl.sum(g * x_hat, axis=1)
             gx_mean = divide(gx_sum, count)[:, None]
-            if AGAIN:
-                s = tl.load(
-                    s_ptr + s_offsets[:, None] + cols[None, :],
-                    mask=mask,
-                    other=0.0,
-                    eviction_policy="evict_first",
-                )
-                dy = tl.load(
-                    dy_ptr + dy_offsets[:, None] + cols[None, :],
-                    mask=mask,
-                    other=0.0,
-                    eviction_policy="evict_first",
-                )
-                x_hat = normalised(s, mean, rstd, mask, ACC, CENTERED, MASKED)
-                g = dy.to(ACC)
-                if weight_ptr is not None:
-                    g *= load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET)
-            elif PACKED:
+            if PACKED:
                 x_hat = normalised(opaque(s), mean, rstd, mask, ACC, CENTERED, MASKED)
                 g = opaque(dy).to(ACC)
                 if weight_ptr is not None:
@@ -202,6 +154,9 @@ def norm_backward_kernel(
         tl.store(dweight_partial_ptr + partial_offsets, tl.sum(dweight, axis=0), mask=col_mask)
     if dbias_partial_ptr is not None:
         tl.store(dbias_partial_ptr + partial_offsets, tl.sum(dbias, axis=0), mask=col_mask)
+
+
+LAG = tl.constexpr(2)  # one and three turns were slower
 
 
 @triton.jit
@@ -238,16 +193,14 @@ def norm_backward_sliced_kernel(
     BLOCK_SIZE: tl.constexpr,
     SLICE_COLS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    LAG: tl.constexpr,
-    AGAIN: tl.constexpr,
 ):
     """Persistent, for rows whose weight gradients do not fit one program's registers (not fp64).
 
     N_SLICES programs walk over the same rows, each with its own columns. Both sums of a row are
     exchanged between them, which takes longer than a slice's share of the memory's time. So a
     program sends the sums of its next row, and then finishes the one LAG rows before, whose
-    messages have had the time of LAG turns to arrive. Rows are kept meanwhile, as they are stored,
-    or loaded AGAIN, from the L2 cache.
+    messages have had the time of LAG turns to arrive. That row is loaded again, from the L2 cache:
+    there are no registers to keep it in.
     """
     N_SLICES: tl.constexpr = (N_COLS - 1) // SLICE_COLS + 1
     MASKED: tl.constexpr = N_SLICES * BLOCK_SIZE != N_COLS
@@ -273,11 +226,6 @@ def norm_backward_sliced_kernel(
     # The first LAG turns only send, the last ones only finish: where a row is not there, its masked
     # loads give zeros, and nothing is sent or stored. Branches, and loops within this one, would
     # keep Triton from loading ahead.
-    s = tl.zeros((1, BLOCK_SIZE), dtype=s_ptr.dtype.element_ty)
-    dy = tl.zeros((1, BLOCK_SIZE), dtype=dy_ptr.dtype.element_ty)
-    mean = 0.0
-    rstd = 0.0
-    last_s, last_dy, last_mean, last_rstd = s, dy, mean, rstd
     for next_row in tl.range(first, n_rows + LAG * step, step, num_stages=NUM_STAGES):
         row = next_row - LAG * step
         started = row >= 0
@@ -309,19 +257,19 @@ def norm_backward_sliced_kernel(
             else:
                 gx_sum = tl.sum(g * x_hat, axis=1)
                 g_sum = gx_sum
-            here = tl.full((1,), 0, tl.int64) + next_row
-            send(exchange_ptr, here, index, gx_sum, g_sum, here < n_rows, N_SLICES)
+            sent = tl.full((1,), 0, tl.int64) + next_row
+            send(exchange_ptr, sent, index, gx_sum, g_sum, sent < n_rows, N_SLICES)
 
-            if AGAIN:
-                there = mask & started
-                s = load_slice(s_ptr, row, there, cols, n_inner, s_outer_stride, s_row_stride)
-                dy = load_slice(dy_ptr, row, there, cols, n_inner, dy_outer_stride, dy_row_stride)
-                rstd = tl.load(rstd_ptr + row, mask=started, other=0.0)
-                if CENTERED:
-                    mean = tl.load(mean_ptr + row, mask=started, other=0.0)
+            here = mask & started
+            s = load_slice(s_ptr, row, here, cols, n_inner, s_outer_stride, s_row_stride)
+            dy = load_slice(dy_ptr, row, here, cols, n_inner, dy_outer_stride, dy_row_stride)
+            rstd = tl.load(rstd_ptr + row, mask=started, other=0.0)
+            mean = 0.0
+            if CENTERED:
+                mean = tl.load(mean_ptr + row, mask=started, other=0.0)
             if dsum_ptr is not None:
                 dsum = load_slice(
-                    dsum_ptr, row, mask & started, cols, n_inner, dsum_outer_stride, dsum_row_stride
+                    dsum_ptr, row, here, cols, n_inner, dsum_outer_stride, dsum_row_stride
                 )
             gx_sums, g_sums = receive(slots, expected, seen)
             ds = dy.to(tl.float32)
@@ -337,18 +285,8 @@ def norm_backward_sliced_kernel(
             tl.store(
                 ds_ptr + row * ds_row_stride + cols[None, :],
                 round_to(ds, ds_ptr.dtype.element_ty),
-                mask=mask & started,
+                mask=here,
             )
-        if not AGAIN:
-            if LAG == 1:
-                s, dy, mean, rstd = next_s, next_dy, next_mean, next_rstd
-            else:
-                # Triton loads nothing ahead in a loop that hands values on over two turns.
-                s, dy = opaque(last_s), opaque(last_dy)
-                rstd = opaque(last_rstd)
-                if CENTERED:
-                    mean = opaque(last_mean)
-                last_s, last_dy, last_mean, last_rstd = next_s, next_dy, next_mean, next_rstd
 
     partial_offsets = first * N_COLS + cols
     if dweight_partial_ptr is not None:

@@ -33,9 +33,6 @@ class LaunchConfig:
     num_stages: depth of the software pipeline of the row loop (1: none).
     programs_per_sm: for persistent kernels, programs launched for each multiprocessor.
     slices: programs that share a row.
-    lag: rows that a program of the sliced backward sends ahead of the row that it finishes.
-    again: the backward loads a row again, which its own loads have left in a cache, instead of
-        keeping it in registers.
     weights_first: the forward loads weight and bias before it has the statistics, which hides
         their latency where there are few rows, and takes registers.
     packed: 2-byte elements are kept as they are between their uses, in half the registers, and
@@ -48,8 +45,6 @@ class LaunchConfig:
     num_stages: int = 1
     programs_per_sm: int = 1
     slices: int = 1
-    lag: int = 1
-    again: bool = False
     weights_first: bool = False
     packed: bool = False
 
@@ -94,19 +89,22 @@ FORWARD_ADD_LAYER = {
     2048: (1, 4, "w"), 4096: (1, 8, "w"), 8192: (1, 16, ""), 16384: (1, 8, "p"),
     32768: (1, 32, "p"),
 }  # fmt: skip
-# Rows that do not fill their block (measured at 768, 1600, 2560, 5120 and 12288 columns) leave
+# Rows that do not fill their block (measured at 768, 1600, 2560, 3072, 5120, 7168 and 12288) leave
 # warps idle, and masking costs instructions: these want fewer warps.
 MASKED_RMS = {
-    1024: (2, 2, ""), 2048: (1, 2, ""), 4096: (1, 4, "w"), 8192: (1, 4, "w"), 16384: (1, 16, "p"),
+    1024: (1, 1, "wp"), 2048: (1, 2, "wp"), 4096: (1, 4, "w"), 8192: (1, 4, "w"),
+    16384: (1, 16, "p"),
 }  # fmt: skip
 MASKED_LAYER = {
-    1024: (1, 1, ""), 2048: (1, 1, ""), 4096: (1, 2, "wp"), 8192: (1, 4, "wp"), 16384: (1, 8, "p"),
+    1024: (1, 1, "wp"), 2048: (1, 1, "wp"), 4096: (1, 2, "wp"), 8192: (1, 4, "wp"),
+    16384: (1, 8, "p"),
 }  # fmt: skip
 MASKED_ADD_RMS = {
-    1024: (2, 8, ""), 2048: (1, 8, ""), 4096: (1, 8, "w"), 8192: (1, 4, "w"), 16384: (1, 16, ""),
+    1024: (1, 4, "wp"), 2048: (1, 4, "w"), 4096: (1, 8, "w"), 8192: (1, 4, "w"), 16384: (1, 16, ""),
 }  # fmt: skip
 MASKED_ADD_LAYER = {
-    1024: (1, 1, ""), 2048: (1, 4, ""), 4096: (1, 2, "wp"), 8192: (1, 4, ""), 16384: (1, 16, ""),
+    1024: (1, 2, "wp"), 2048: (1, 4, "wp"), 4096: (1, 2, "wp"), 8192: (1, 4, ""),
+    16384: (1, 16, ""),
 }  # fmt: skip
 
 FORWARD = {  # (centered, adds) -> rows that fill their block, rows that do not
@@ -125,29 +123,24 @@ def slice_columns(n_cols: int, slices: int) -> int:
     return n_cols if slices == 1 else triton.cdiv(triton.cdiv(n_cols, slices), 16) * 16
 
 
-# The widest slice of 2-byte elements, half as many of 4 bytes: the programs of a row should be few,
-# for each waits for all, but several should fit a multiprocessor, because they wait. Two of the
-# backward fit with 4096 columns each, by their weight gradients in registers as by what they load
-# ahead into shared memory.
+# The widest slice of 2-byte elements, half as many of 4 bytes. Programs wait for those they share a
+# row with, so several should fit a multiprocessor: four of the backward with 2048 columns each,
+# whose weight gradients are in registers, and what they load ahead in shared memory.
 FORWARD_SLICE = 8192
-BACKWARD_SLICE = 4096
+BACKWARD_SLICE = 2048
 MAX_SLICES = 64
 
 
-def slices_of(n_cols: int, itemsize: int, widest: int) -> int:
+def slices_of(n_cols: int, itemsize: int, widest: int, processors: int) -> int:
     """Programs that are to share a row; 1 where rows cannot be sliced.
 
-    Nor should they be where Triton cannot tell that all rows are aligned as the first one is: with
-    addresses element by element, slices do not fit into registers.
+    All programs of a row must run at once, and a multiprocessor may have room for no more than one.
+    Nor should rows be sliced where Triton cannot tell that all are aligned as the first one is:
+    with addresses element by element, slices do not fit into registers.
     """
     slices = triton.cdiv(n_cols * itemsize, widest * 2)
-    suits = itemsize <= 4 and n_cols % 16 == 0 and slices <= MAX_SLICES
+    suits = itemsize <= 4 and n_cols % 16 == 0 and slices <= min(MAX_SLICES, processors)
     return slices if NVIDIA and suits else 1
-
-
-def sliced(n_cols: int, slices: int, num_warps: int, packed: bool = False) -> LaunchConfig:
-    block_size = next_power_of_2(slice_columns(n_cols, slices))
-    return LaunchConfig(1, block_size, num_warps, slices=slices, packed=packed)
 
 
 def least_rows(block_size: int) -> int:
@@ -164,21 +157,22 @@ SHARED_MEMORY = 99 * 1024
 
 
 @cache
-def forward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> LaunchConfig:
+def forward_config(
+    n_cols: int, itemsize: int, centered: bool, adds: bool, processors: int = MAX_SLICES
+) -> LaunchConfig:
     """Configuration of the forward kernels for rows of ``n_cols`` elements of ``itemsize`` bytes.
 
-    ``centered`` tells LayerNorm, ``adds`` the residual-add form.
+    ``centered`` tells LayerNorm, ``adds`` the residual-add form; the GPU has ``processors``
+    multiprocessors.
     """
     block_size = next_power_of_2(n_cols)
     fits = block_size * itemsize <= MAX_FORWARD_BLOCK * 2
-    # With an add, the second read of a loop finds the sums in L2: at 65536 93 % of copy, LayerNorm
-    # 84; sliced 88 and 77. Without one 75 and 58, sliced 84 and 74. LayerNorm of a whole block of
-    # 32768 waits too long for its reductions: 72 % of copy, sliced 81.
-    widest = centered and block_size * itemsize == MAX_FORWARD_BLOCK * 2
-    if not adds and (widest or not fits):
-        slices = slices_of(n_cols, itemsize, FORWARD_SLICE)
+    # LayerNorm of the widest block waits too long for its reductions: 72 % of copy, sliced 81.
+    if not fits or (centered and block_size * itemsize == MAX_FORWARD_BLOCK * 2):
+        slices = slices_of(n_cols, itemsize, FORWARD_SLICE, processors)
         if slices > 1:
-            return sliced(n_cols, slices, num_warps=4, packed=itemsize == 2)
+            block_size = next_power_of_2(slice_columns(n_cols, slices))
+            return LaunchConfig(1, block_size, 4, slices=slices, packed=itemsize == 2)
     if not fits:
         return LaunchConfig(1, 32768 // itemsize, num_warps=32 if itemsize == 2 else 16)
     table = FORWARD[centered, adds][block_size != n_cols]
@@ -193,19 +187,31 @@ def forward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> La
     )
 
 
+# Blocks of the backward that are faster packed; the others are slower.
+PACKED_BACKWARD = {  # (centered, adds, rows do not fill their block)
+    (False, False, False): (1024,),
+    (False, False, True): (8192,),
+    (True, False, False): (4096,),
+    (False, True, False): (8192,),
+    (True, True, False): (2048, 8192),
+}
+
+
 @cache
-def backward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> LaunchConfig:
+def backward_config(
+    n_cols: int, itemsize: int, centered: bool, adds: bool, processors: int = MAX_SLICES
+) -> LaunchConfig:
     """Configuration of the persistent backward kernels; arguments as in `forward_config`."""
     block_size = next_power_of_2(n_cols)
+    if block_size * itemsize > MAX_BACKWARD_BLOCK:  # half of the widest block
+        for num_warps in (4, 8):  # 32 bytes of a row a thread
+            slices = slices_of(n_cols, itemsize, BACKWARD_SLICE * num_warps // 4, processors)
+            if slices > 1:
+                block_size = next_power_of_2(slice_columns(n_cols, slices))
+                return LaunchConfig(1, block_size, num_warps, 3, 16 // num_warps, slices)
     # LayerNorm's two gradients of 16384 columns do not fit into registers: 32 and 40 % of copy.
     spills = centered and n_cols > 12288
     if spills or block_size * itemsize > MAX_BACKWARD_BLOCK * 2:
-        slices = slices_of(n_cols, itemsize, BACKWARD_SLICE)
-        if slices > 1:
-            block_size = next_power_of_2(slice_columns(n_cols, slices))
-            return LaunchConfig(
-                1, block_size, 8, num_stages=3, programs_per_sm=2, slices=slices, lag=2, again=True
-            )
         return LaunchConfig(1, 16384 // itemsize, num_warps=16)
     # Two shapes were the fastest nearly everywhere: one program an SM with a tile of 8192
     # elements, or two with half of that where little data hides the reductions.
@@ -215,13 +221,19 @@ def backward_config(n_cols: int, itemsize: int, centered: bool, adds: bool) -> L
     else:
         narrow = 512 <= block_size <= 4096 and (centered or masked or block_size <= 1024)
     tile, num_warps, programs_per_sm = (4096, 4, 2) if narrow else (8192, 8, 1)
+    packed = block_size in PACKED_BACKWARD.get((centered, adds, masked), ())
+    packed = packed and itemsize == 2 and NVIDIA
+    if packed and masked:
+        programs_per_sm = 2  # there are registers for two
     block_rows = max(least_rows(block_size), min(64, 2 * tile // (itemsize * block_size)))
     # The pipeline buffers two tiles of each input.
     buffers = 2 * (3 if adds else 2) * block_rows * block_size * itemsize
     num_stages = 3 if buffers <= SHARED_MEMORY else 1
     if block_size == MAX_BACKWARD_BLOCK and adds:
         num_warps = 16
-    return LaunchConfig(block_rows, block_size, num_warps, num_stages, programs_per_sm)
+    return LaunchConfig(
+        block_rows, block_size, num_warps, num_stages, programs_per_sm, packed=packed
+    )
 
 
 LOOPED_PARTIALS = 16

@@ -32,7 +32,15 @@ from fusedops.kernels.config import (
 from fusedops.kernels.exchange import EMPTY, exchange_size
 from fusedops.kernels.forward import norm_forward_kernel, norm_forward_looped_kernel
 
-__all__ = ["Call", "launch_backward", "launch_forward", "prepare_forward"]
+__all__ = [
+    "TRITON_RELEASE",
+    "Call",
+    "forward_config",
+    "launch_backward",
+    "launch_forward",
+    "multiprocessors",
+    "prepare_forward",
+]
 
 
 @cache
@@ -109,7 +117,9 @@ def prepare_forward(
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     s = x if summed is None else summed
-    config = forward_config(n_cols, s.dtype.itemsize, centered, residual is not None)
+    config = forward_config(
+        n_cols, s.dtype.itemsize, centered, residual is not None, multiprocessors(x.device)
+    )
     arguments = (
         x,
         residual,
@@ -187,7 +197,9 @@ def launch_backward(
                 gradient.zero_()
         return
     device = s.device
-    config = backward_config(n_cols, s.dtype.itemsize, mean is not None, dsum is not None)
+    config = backward_config(
+        n_cols, s.dtype.itemsize, mean is not None, dsum is not None, multiprocessors(device)
+    )
     looped = is_looped(config, n_cols)
     walkers = max(1, multiprocessors(device) * config.programs_per_sm // config.slices)
     n_partials = min(triton.cdiv(n_rows, config.block_rows), LOOPED_PARTIALS if looped else walkers)
@@ -216,8 +228,6 @@ def launch_backward(
         meta |= {
             "SLICE_COLS": slice_columns(n_cols, config.slices),
             "NUM_STAGES": config.num_stages,
-            "LAG": config.lag,
-            "AGAIN": config.again,
             "maxnreg": registers(config),
         }
         exchange = exchange_memory(n_rows, config.slices, device)
@@ -229,7 +239,6 @@ def launch_backward(
             "BLOCK_ROWS": config.block_rows,
             "NUM_STAGES": config.num_stages,
             "PACKED": config.packed,
-            "AGAIN": config.again,
         }
         arguments = (*inputs, ds, *partials, *counts, *strides)
         run(Call(norm_backward_kernel, (n_partials,), arguments, meta), device)

@@ -135,6 +135,7 @@ def main():
             GPUTarget(backend, int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
         )
         config.NVIDIA = backend == "cuda"
+        launch.multiprocessors = lambda device: 132
         config.forward_config.cache_clear()
         config.backward_config.cache_clear()
         for dtype in options.dtypes:

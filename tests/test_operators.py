@@ -133,9 +133,7 @@ def sliced(monkeypatch):
     from fusedops.kernels import launch
     from fusedops.kernels.config import LaunchConfig
 
-    config = LaunchConfig(
-        1, 64, num_warps=4, num_stages=3, programs_per_sm=2, slices=3, lag=2, again=True
-    )
+    config = LaunchConfig(1, 64, num_warps=4, num_stages=3, programs_per_sm=2, slices=3)
     for name in ("forward_config", "backward_config"):
         monkeypatch.setattr(launch, name, lambda *_: config)
     run = launch.run

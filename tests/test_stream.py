@@ -1758,6 +1758,55 @@ def test_blocks_whose_sums_no_norm_reads_say_so() -> None:
     assert row.why.startswith("no norm reads a sum that it makes; something else than a norm")
 
 
+@pytest.mark.parametrize("extra", [None, torch.zeros(2), [torch.zeros(2)]])
+def test_blocks_that_return_tuples_hand_over(extra: Any) -> None:
+    class Pair(Block):
+        def forward(self, x: Tensor, mask: Any = None) -> Any:
+            return super().forward(x), extra
+
+    class Pairs(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x, others = layer(x, None)
+                assert others is extra
+            return self.norm(x)
+
+    assert_same(Pairs(Pair), rows(), fused=6)
+
+
+def test_a_global_hook_that_comes_in_the_middle_of_a_block() -> None:
+    seen = []
+
+    class Registers(nn.Module):
+        on = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.on:
+                handle = nn.modules.module.register_module_forward_pre_hook(
+                    lambda module, args: seen.append((type(args[0]), module))
+                )
+                handles.append(handle)
+            return x
+
+    handles: list[Any] = []
+    net, x, registers = Net(), rows(), Registers()
+    net.layers[1].mix = nn.Sequential(net.layers[1].mix, registers)
+    expected = net(x)
+    patch(net)
+    with torch.no_grad():
+        for _ in range(3):
+            net(x)
+        registers.on = True
+        try:
+            found = net(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert {kind for kind, _ in seen} == {Tensor}
+    assert {net.layers[1].norm2, net.layers[2].norm1, net.norm} <= {module for _, module in seen}
+
+
 def test_a_model_unpatched_while_it_runs() -> None:
     """Nobody else holds what is known of the block then."""
 
