@@ -184,6 +184,59 @@ def test_nan_in_one_sliced_row(op, device):
     assert torch.equal(y[::2], expected[::2])
 
 
+@pytest.mark.gpu
+def test_sliced_rows_on_several_streams_at_once(op):
+    """Programs that wait for each other, of launches that take each other's places on the GPU."""
+    inputs = [op.inputs((rows, 65536), BF16, "cuda") for rows in (300, 40, 7)]
+    grads = [upstream(op, given) for given in inputs]
+    expected = [op.run(given, *dys) for given, dys in zip(inputs, grads, strict=True)]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream, given, dys in zip(streams, inputs, grads, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(op.run(given, *dys))
+    torch.cuda.synchronize()
+    for number, result in enumerate(found):
+        right = expected[number % len(inputs)]
+        assert torch.equal(result.y, right.y)
+        assert all(torch.equal(result.grads[name], right.grads[name]) for name in right.grads)
+
+
+@pytest.mark.gpu
+def test_sliced_rows_in_a_captured_graph(op):
+    """Each replay exchanges its messages anew."""
+    inputs = op.inputs((33, 65536), BF16, "cuda")
+    op.call(inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op.call(inputs)
+    for _ in range(3):
+        inputs["x"].copy_(torch.randn_like(inputs["x"]))
+        graph.replay()
+        for out, right in zip(captured, op.call(inputs), strict=True):
+            assert right is None or torch.equal(out, right)
+
+
+def test_rows_are_sliced_only_where_all_their_programs_fit(monkeypatch):
+    """A row's programs wait for each other: on a GPU that cannot run them all, for ever."""
+    config = pytest.importorskip("fusedops.kernels.config")
+    monkeypatch.setattr(config, "NVIDIA", True)
+    for choose in (config.forward_config.__wrapped__, config.backward_config.__wrapped__):
+        for n_cols in (16384, 32768, 65536, 131072, 262144):
+            for itemsize, centered, adds in ((2, True, False), (4, False, True)):
+                for processors in (1, 7, 16, 64, 132):
+                    chosen = choose(n_cols, itemsize, centered, adds, processors)
+                    assert chosen.slices <= processors
+    assert config.backward_config.__wrapped__(65536, 2, False, False, 132).slices == 32
+    assert config.backward_config.__wrapped__(65536, 2, False, False, 16).slices == 16
+    assert config.backward_config.__wrapped__(65536, 2, False, False, 15).slices == 1
+    assert config.backward_config.__wrapped__(65537, 2, False, False, 132).slices == 1
+    assert config.backward_config.__wrapped__(65536, 8, False, False, 132).slices == 1
+
+
 @pytest.mark.parametrize("shape", [(3000,), (5, 11, 40), (3, 1, 5, 3, 48)], ids=str)
 def test_any_rank(op, shape, device, check_against):
     inputs = op.inputs(shape, FP32, device)
