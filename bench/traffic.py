@@ -129,20 +129,21 @@ def measure(operator, way, direction):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profile", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--op", nargs="+", default=["rms_norm", "layer_norm"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.profile:
         return profile_this(*options.profile)
     need_gpu("bench/traffic.py")
     run = record.environment(missing={})
+    out = options.out or record.default_path(run["gpu"], "traffic")
     rows = []
-    for operator in ("rms_norm", "layer_norm"):
+    for operator in options.op:
         for direction in ("forward", "backward"):
             for way in ("torch apart", "apart", "fused"):
                 rows.append(measure(operator, way, direction))
                 print(rows[-1], flush=True)
-    out = options.out or record.default_path(run["gpu"], "traffic")
-    record.write(out, {"benchmark": "traffic", "runs": [run], "rows": rows})
+                record.write(out, {"benchmark": "traffic", "runs": [run], "rows": rows})
     return 0
 
 
