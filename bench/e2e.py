@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole models on a GPU: unpatched, norms alone, adds fused in blocks, and across blocks.
+"""Whole models on a GPU: unpatched, patched, norms alone, always fused in blocks and across them.
 
     python bench/e2e.py --out e2e.json [--models llama-1b gpt2-xl] [--measures decode prefill]
 
@@ -42,7 +42,7 @@ def shared_copy(model):
 def variants(model):
     """name -> model; fused counts stay readable through the reports."""
     models, reports = {"unpatched": shared_copy(model)}, {}
-    wanted = {"norms": False, "in block": True, "across": True}
+    wanted = {"default": True, "norms": False, "in block": "always", "across": "always"}
     for name, fuse_residual in wanted.items():
         models[name] = shared_copy(model)
         reports[name] = patch(models[name], fuse_residual=fuse_residual)

@@ -17,6 +17,7 @@
     X(stream_type) X(call_type) X(block_type) X(handed_type) X(tensor_type) X(closed)          \
     X(floats) X(is_cuda) X(dispatch_modes) X(transforms) X(jit_trace) X(any_autocast)          \
     X(is_inference) X(saves_are_watched) X(drop_held) X(forget) X(leave_block) X(give_up)      \
+    X(is_capturing)                                                                            \
     X(add_in_python) X(torch_function_in_python) X(method_add) X(function_add)
 #define DECLARE(name) static PyObject *name;
 GLOBALS(DECLARE)
@@ -408,6 +409,7 @@ static PyObject *module_is_hooked(PyObject *unused, PyObject *module) {
     X(call, state) X(call, watched) X(call, global_hooks) X(call, pending)                     \
     X(block, writes) X(block, argument_keys) X(block, wraps_norms) X(block, outer)             \
     X(block, obstacle) X(block, learned) X(block, handed) X(block, link) X(block, misses)      \
+    X(block, min_elements) X(block, small)                                                     \
     X(block, calls) X(block, inside) X(block, across)                                          \
     X(handed, tensor) X(handed, version) X(handed, y) X(handed, state) X(handed, norm_state)   \
     X(handed, spec) X(handed, eps) X(handed, weight) X(handed, weight_version)                 \
@@ -788,6 +790,32 @@ static PyObject *leave_in_c(PyObject *block, PyObject *call, PyObject *output) {
     return PyObject_Vectorcall(leave_block, arguments, 3, NULL);
 }
 
+// Whether the stream's cost on the CPU is not worth it: see MIN_ELEMENTS in integrations/stream.py.
+static int is_small(PyObject *state, PyObject *x) {
+    long long elements, least = PyLong_AsLongLong(AT(block, state, min_elements));
+    if (least <= 0 || !Py_IS_TYPE(x, (PyTypeObject *)tensor_type)) return 0;
+    if (integer(call1(numel, x), &elements) < 0) return -1;
+    if (elements >= least) return 0;
+    int answer = is_object(call0(is_grad_enabled), Py_False);
+    if (answer == 1) answer = truth(call1(is_cuda, x));
+    if (answer == 1) answer = is_object(call0(is_capturing), Py_False);
+    return answer;
+}
+
+// forward(block, *args, **kwargs), x of the arguments being replaced.
+static PyObject *call_forward(PyObject *forward, PyObject *block, PyObject *args, PyObject *kwargs,
+                              Py_ssize_t at, PyObject *x) {
+    Py_ssize_t n = PyTuple_GET_SIZE(args);
+    PyObject *arguments = PyTuple_New(n + 1);
+    if (arguments == NULL) return NULL;
+    PyTuple_SET_ITEM(arguments, 0, Py_NewRef(block));
+    for (Py_ssize_t i = 0; i < n; i++)
+        PyTuple_SET_ITEM(arguments, i + 1, Py_NewRef(i == at ? x : PyTuple_GET_ITEM(args, i)));
+    PyObject *output = PyObject_Call(forward, arguments, kwargs);
+    Py_DECREF(arguments);
+    return output;
+}
+
 // Whether the block may be run with a stream for x, and no more than that is to be looked at.
 static int may_stream(PyObject *block, PyObject *state, PyObject *x) {
     if (!Py_IS_TYPE(x, (PyTypeObject *)tensor_type) || AT(block, state, writes) != Py_False)
@@ -860,23 +888,26 @@ static PyObject *run_block(PyObject *unused, PyObject *const *given, Py_ssize_t 
         at = PyLong_AsSsize_t(key);
     }
     PyObject *x = at >= 0 && at < n ? PyTuple_GET_ITEM(args, at) : NULL;
-    int answer = x == NULL ? 0 : may_stream(block, state, x);
+    int answer = x == NULL ? 0 : is_small(state, x);
+    if (answer == 1) {
+        PyObject *output = add_one(&AT(block, state, small)) < 0
+                               ? NULL : call_forward(forward, block, args, given[3], at, x);
+        Py_DECREF(state);
+        Py_DECREF(key);
+        return output;
+    }
+    if (answer == 0 && x != NULL) answer = may_stream(block, state, x);
     if (answer != 1) {
         Py_DECREF(state);
         Py_XDECREF(key);
         return answer < 0 ? NULL : Py_NewRef(Py_NotImplemented);
     }
 
-    PyObject *call = new_call(state), *grad = call0(is_grad_enabled), *arguments = NULL;
+    PyObject *call = new_call(state), *grad = call0(is_grad_enabled);
     PyObject *stream = NULL, *output = NULL, *result = NULL;
     if (call != NULL && grad != NULL) stream = new_stream(x, call, key, grad);
-    if (stream != NULL) arguments = PyTuple_New(n + 1);
-    if (arguments != NULL) {
-        PyTuple_SET_ITEM(arguments, 0, Py_NewRef(block));
-        for (Py_ssize_t i = 0; i < n; i++)
-            PyTuple_SET_ITEM(arguments, i + 1,
-                             Py_NewRef(i == at ? stream : PyTuple_GET_ITEM(args, i)));
-        output = PyObject_Call(forward, arguments, given[3]);
+    if (stream != NULL) {
+        output = call_forward(forward, block, args, given[3], at, stream);
         if (output != NULL) result = leave_in_c(block, call, output);
         PUT(call, call, state, Py_NewRef(closed));
         if (result != NULL && add_one(&AT(block, state, calls)) < 0) Py_CLEAR(result);
@@ -892,7 +923,6 @@ static PyObject *run_block(PyObject *unused, PyObject *const *given, Py_ssize_t 
     Py_XDECREF(call);
     Py_XDECREF(grad);
     Py_XDECREF(stream);
-    Py_XDECREF(arguments);
     Py_XDECREF(output);
     return result;
 }

@@ -209,7 +209,9 @@ def _compare(
             truth = _fp32_run(subject, notes)
         patch_report = None
         if not came_patched:
-            patch_report = stack.enter_context(patching.patched(model))
+            patch_report = stack.enter_context(
+                patching.patched(model, fuse_residual="always")  # however few the tokens
+            )
         # The judged run comes last: the residual stream learns in the first ones.
         on_step("patched model's scores of the continuation", 3, total)
         patched_scores = _scores(subject, tokens)

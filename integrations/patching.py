@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fusedops.integrations import stream
 from fusedops.integrations.classes import (
     Kind,
     forward_obstacle,
@@ -156,7 +157,7 @@ def _note_order(model: nn.Module, states: dict[nn.Module, BlockState]) -> None:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def patch(model: nn.Module, *, fuse_residual: bool = True) -> PatchReport:
+def patch(model: nn.Module, *, fuse_residual: bool | str = True) -> PatchReport:
     """Make the norms of ``model`` call fusedops, with the residual adds before them, in place.
 
     Every module whose forward provably computes an RMSNorm or LayerNorm over the last dimension
@@ -170,13 +171,15 @@ def patch(model: nn.Module, *, fuse_residual: bool = True) -> PatchReport:
         model: any module; Hugging Face's, PEFT's, with or without accelerate's hooks.
         fuse_residual: also run the blocks that hold the norms so that an add and the norm that
             reads its sum become one operator, within a block and from a block to the next
-            (``report.fused`` counts). Sums are bit for bit the original's.
+            (``report.fused`` counts). Sums are bit for bit the original's. On a GPU hidden states
+            of less than 2^22 elements are left out where no gradient is recorded, because putting
+            an add off costs the CPU more there than the add does; ``"always"`` includes them.
 
     Nothing is changed before everything is checked. What is patched already stays so; a second
     call picks up what was added since.
 
     Inverse: `unpatch`. Raises TypeError if ``model`` is no module, ValueError if none of its
-    modules can be patched.
+    modules can be patched or ``fuse_residual`` is none of the values above.
 
     >>> model = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32))
     >>> patch(model).patched
@@ -185,6 +188,8 @@ def patch(model: nn.Module, *, fuse_residual: bool = True) -> PatchReport:
     1
     """
     _require_module(model)
+    if fuse_residual not in (True, False, "always"):
+        raise ValueError(f'fuse_residual: expected True, False or "always", got {fuse_residual!r}')
     changes, rows = _plan_norms(model)
     blocks: dict[nn.Module, tuple[nn.Module, ...]] = {}
     if fuse_residual:
@@ -200,7 +205,8 @@ def patch(model: nn.Module, *, fuse_residual: bool = True) -> PatchReport:
             f"model: expected at least one norm to patch, found none in {type(model).__name__}"
             + "".join(f"; {row.norm_class} {row.describe()}" for row in rows)
         )
-    states = {block: BlockState(original_class(block)) for block in blocks}
+    min_elements = 0 if fuse_residual == "always" else stream.MIN_ELEMENTS
+    states = {block: BlockState(original_class(block), min_elements) for block in blocks}
     for block, outer in blocks.items():
         states[block].outer = tuple(map(weakref.ref, outer))
     _note_order(model, states)
@@ -229,7 +235,7 @@ def unpatch(model: nn.Module) -> int:
 
 
 @contextmanager
-def patched(model: nn.Module, *, fuse_residual: bool = True) -> Iterator[PatchReport]:
+def patched(model: nn.Module, *, fuse_residual: bool | str = True) -> Iterator[PatchReport]:
     """`patch` for the length of a ``with`` block; what was patched before stays patched.
 
     >>> model = torch.nn.Sequential(torch.nn.LayerNorm(32))

@@ -65,7 +65,8 @@ class FusedRow:
 
     ``inside`` were fused with a norm of the block itself, ``across`` with one after it (``missed``
     of these for a norm that then was not called with the sum), ``plain`` done by themselves, for
-    the ``reasons`` counted. ``note`` says why blocks run without the stream.
+    the ``reasons`` counted. ``small`` forwards had hidden states too small for it to pay. ``note``
+    says why blocks run without the stream.
     """
 
     block_class: str
@@ -75,6 +76,7 @@ class FusedRow:
     across: int
     missed: int
     plain: int
+    small: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
     note: str = ""
 
@@ -82,6 +84,8 @@ class FusedRow:
     def why(self) -> str:
         """Note and reasons in one line."""
         reasons = [f"{reason} ({count})" for reason, count in self.reasons.items() if count]
+        if self.small:
+            reasons.append(f"too small for it to pay ({self.small} forwards)")
         return "; ".join([self.note, *reasons] if self.note else reasons)
 
 
@@ -119,6 +123,7 @@ class PatchReport:
                     across=sum(state.across for state in states),
                     missed=sum(state.missed for state in states),
                     plain=reasons.total(),
+                    small=sum(state.small for state in states),
                     reasons=dict(reasons),
                     note="; ".join(sorted(notes)),
                 )

@@ -61,6 +61,14 @@ def kernels_run(path: str) -> None:
         pytest.skip("the kernels do not run here")
 
 
+@pytest.fixture(autouse=True)
+def streams_for_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests' models are small: on a GPU their adds would not be fused."""
+    from fusedops.integrations import stream
+
+    monkeypatch.setattr(stream, "MIN_ELEMENTS", 0)
+
+
 @pytest.fixture(scope="module")
 def tree_sums() -> Iterator[None]:
     """Make the interpreter add up in a tree along every axis, as GPUs do.

@@ -55,7 +55,8 @@ def native() -> Iterator[Any]:
     """direct.c, if it can be compiled; without a GPU it takes CPU tensors for those of one."""
     module = direct.load_native()
     if module is not None and not torch.cuda.is_available():
-        module.configure(**direct.asked | {"is_cuda": torch.is_tensor})
+        stand_ins = {"is_cuda": torch.is_tensor, "is_capturing": lambda: False}
+        module.configure(**direct.asked | stand_ins)
     yield module
     if module is not None:
         module.configure(**direct.asked)
@@ -1963,3 +1964,82 @@ def test_in_c_nothing_leaks(request: pytest.FixtureRequest) -> None:
     assert max(now - then for now, then in zip(after, before, strict=True)) < 100
     assert alive() - objects < 100
     assert report.fused[0].across > 900
+
+
+# --- when it pays ------------------------------------------------------------------------------
+
+
+def test_fuse_residual_takes_three_values() -> None:
+    net = Net()
+    with pytest.raises(ValueError, match=r"fuse_residual: expected True, False or \"always\", got"):
+        patch(net, fuse_residual="sometimes")
+    assert all(type(module) is original_class(module) for module in net.modules())
+    assert [vars(block)[BLOCK].min_elements for block in patched_blocks(net, "always")] == [0] * 3
+
+
+def patched_blocks(net: nn.Module, fuse_residual: bool | str) -> list[nn.Module]:
+    patch(net, fuse_residual=fuse_residual)
+    return [module for module in net.modules() if BLOCK in vars(module)]
+
+
+def test_in_c_small_hidden_states_go_through_as_tensors(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "[c]" not in request.node.name:
+        pytest.skip("blocks are run by Python")
+    monkeypatch.setattr(stream, "MIN_ELEMENTS", 4 * 5 * SIZE)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    net, small, large = Net().to(device), rows().to(device), torch.randn(4, 5, SIZE).to(device)
+    expected = net(small)
+    report = patch(net)
+    with torch.no_grad():
+        for _ in range(3):
+            net(large)
+        (before,) = report.fused
+        monkeypatch.setattr(classes, "run_block", None)
+        assert torch.allclose(net(small), expected, atol=1e-5)
+        (after,) = report.fused
+        assert (after.small - before.small, after.inside, after.across) == (
+            3,
+            before.inside,
+            before.across,
+        )
+        net(large)
+    for _ in range(2):
+        net(small)  # with gradients, more is spared than the add
+    assert report.fused[0].small == after.small
+    assert report.fused[0].inside > after.inside
+
+
+@pytest.mark.gpu
+def test_small_hidden_states_go_through_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An add that takes the GPU less time than a stream takes the CPU is left to the model."""
+    monkeypatch.setattr(stream, "MIN_ELEMENTS", 4 * 5 * SIZE)
+    net = Net().cuda()
+    small, large = torch.randn(2, 5, SIZE, device="cuda"), torch.randn(4, 5, SIZE, device="cuda")
+    with torch.no_grad():
+        expected = net(small), net(large)
+        report = patch(net)
+        for _ in range(2):
+            net(large)
+        assert counts(net, small)[1:] == (7, 0)
+        (row,) = report.fused
+        assert row.small == 3
+        assert "too small for it to pay (3 forwards)" in row.why
+        found, alone, fused = counts(net, large)
+        assert (alone, fused) == (1, 6)
+        assert torch.allclose(net(small), expected[0], atol=1e-5)
+        assert torch.allclose(found, expected[1], atol=1e-5)
+        graph = torch.cuda.CUDAGraph()
+        net(small)
+        before = row.small
+        with torch.cuda.graph(graph):
+            net(small)
+        assert report.fused[0].small == before + 2 * 3  # the replays hold fused adds
+    assert counts(net, small)[2] == 6  # with gradients, more is spared than the add
+    unpatch(net)
+    with torch.no_grad():
+        patch(net, fuse_residual="always")
+        for _ in range(2):
+            net(small)
+        assert counts(net, small)[1:] == (1, 6)
