@@ -86,15 +86,14 @@ def benchmark(options, device="cuda"):
     functions, missing = providers.load(options.provider)
     for name, reason in missing.items():
         print(f"missing: {name} ({reason})", flush=True)
-    rows = []
+    rows, runs = [], [record.environment(missing)]
     for shape, operator, mode in itertools.product(SHAPES, providers.OPERATORS, MODES):
         case = Case(operator, "forward", *shape)
         lines = measure(case, mode, functions, options.rounds, device)
         rows += [{**line, "run": 0} for line in lines]
         timed = "  ".join(f"{line['provider']} {line['us']:.2f}" for line in lines if "us" in line)
         print(f"{mode:9s} {operator:14s} {shape[0]}x{shape[1]}  {timed}", flush=True)
-    runs = [record.environment(missing)]
-    record.write(options.out, {"benchmark": "launch", "runs": runs, "rows": rows})
+        record.write(options.out, {"benchmark": "launch", "runs": runs, "rows": rows})
     return rows
 
 

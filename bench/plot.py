@@ -171,10 +171,10 @@ def traffic_text(content, link):
                 for line in content["rows"]
                 if (line["operator"], line["direction"]) == (operator, direction)
             }
-            for way in names:
+            for way in (way for way in names if way in lines):
                 line = lines[way]
                 body.append(
-                    [f"`{operator}`, {direction}" if way == "torch apart" else "", names[way]]
+                    [f"`{operator}`, {direction}", names[way]]
                     + [f"{line[key]:.0f}" for key in ("least_mb", "read_mb", "written_mb", "us")]
                     + [f"{line['kernels']:g}"]
                 )
