@@ -13,9 +13,13 @@ pytest.importorskip("triton")
 
 SHARED_MEMORY = 99 * 1024  # a program's share on sm_86, sm_89 and sm_120
 
-# Backward of rows of 16384: keeping the weight gradients in registers and spilling some of them
-# was faster on an H200 than all that was tried instead.
-SPILLS = {("norm_backward_kernel", 16384)}
+# Two registers a thread: still the fastest of all that was tried on an H200.
+SPILLS = {("norm_backward_sliced_kernel", "add_layer_norm", 12288)}
+
+# One for each entry of the tables in kernels/config.py, and one beyond them.
+WIDTHS = (
+    64, 128, 256, 512, 768, 1024, 1600, 2048, 3072, 4096, 5120, 8192, 12288, 16384, 32768, 65536,
+)  # fmt: skip
 
 # For rows beyond one block where they are not sliced: fp64, and on AMD's GPUs.
 LOOPED = {"norm_forward_looped_kernel", "norm_backward_looped_kernel", "weight_gradient_kernel"}
@@ -40,10 +44,7 @@ def compile_kernels(*arguments):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"])
 def test_compiles_within_limits(target):
-    reports = compile_kernels(
-        "--targets", target, "--widths", "128", "4096", "65536",
-        "--operators", "rms_norm", "add_layer_norm",
-    )  # fmt: skip
+    reports = compile_kernels("--targets", target, "--widths", *map(str, WIDTHS))
     assert {report["kernel"] for report in reports} == {
         "norm_forward_kernel",
         "norm_backward_kernel",
@@ -59,8 +60,8 @@ def test_compiles_within_limits(target):
         if target.startswith("cuda"):
             assert report["widest_load"] == 16, report
         if target == "cuda:90":
-            spills_expected = (report["kernel"], report["width"]) in SPILLS
-            assert report["spilled"] == 0 or spills_expected, report
+            case = report["kernel"], report["operator"], report["width"]
+            assert report["spilled"] == 0 or case in SPILLS, report
 
 
 @pytest.mark.timeout(900)
