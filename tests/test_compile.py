@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 
 SHARED_MEMORY = 99 * 1024  # a program's share on sm_86, sm_89 and sm_120
 
-# Two registers a thread: still the fastest of all that was tried on an H200.
-SPILLS = {("norm_backward_sliced_kernel", "add_layer_norm", 12288)}
+# Bytes a thread, of 512: two registers by Triton 3.6 and 3.7, four by 3.9. Still the fastest of all
+# that was tried on an H200.
+SPILLS = {("norm_backward_sliced_kernel", "add_layer_norm"): 16}
 
 # One for each entry of the tables in kernels/config.py, and one beyond them.
 WIDTHS = (
@@ -60,8 +61,8 @@ def test_compiles_within_limits(target):
         if target.startswith("cuda"):
             assert report["widest_load"] == 16, report
         if target == "cuda:90":
-            case = report["kernel"], report["operator"], report["width"]
-            assert report["spilled"] == 0 or case in SPILLS, report
+            most = SPILLS.get((report["kernel"], report["operator"]), 0)
+            assert report["spilled"] <= most, report
 
 
 @pytest.mark.timeout(900)

@@ -133,6 +133,8 @@ def sliced(monkeypatch):
     from fusedops.kernels import launch
     from fusedops.kernels.config import LaunchConfig
 
+    if fusedops.dispatch.INTERPRETED and launch.TRITON_RELEASE == "3.9":
+        pytest.skip("Triton 3.9's interpreter takes comparisons of scalars for integers, not masks")
     config = LaunchConfig(1, 64, num_warps=4, num_stages=3, programs_per_sm=2, slices=3)
     for name in ("forward_config", "backward_config"):
         monkeypatch.setattr(launch, name, lambda *_: config)
