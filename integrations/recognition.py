@@ -468,6 +468,8 @@ def recognise(module: nn.Module, cls: type | None = None) -> NormSpec:
         raise UnrecognisedNorm("its parameters are not a weight and a bias over one dimension")
     if len({t.shape for t in tensors.values()}) > 1:
         raise UnrecognisedNorm("weight and bias differ in length")
+    if any(not t.numel() for t in tensors.values()):
+        raise UnrecognisedNorm("its weight is empty (patch before a tool takes the weights away)")
     names = eps_names(module)
     if not names:
         raise UnrecognisedNorm("keeps no eps in an attribute")
