@@ -7,6 +7,7 @@ The operators are forced, so that streams and operators really run on the CPU.
 
 import multiprocessing
 import pickle
+import socket
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fusedops import dispatch
 from fusedops.integrations import patch, stream, unpatch
+from fusedops.integrations.kernel_layers import FusedNorm, kernel_mapping
 from fusedops.integrations.patching import force_operators, is_patched
 
 IDS = torch.tensor([[5, 9, 33, 2, 17, 60, 8], [1, 44, 7, 12, 3, 3, 29]])
@@ -429,6 +431,87 @@ def test_forwards_that_were_replaced_by_their_own(patch_first: bool) -> None:
     assert unpatch(model) == NORMS
     found, calls = counts(logits, model)
     assert torch.equal(found, expected) and calls == (0, 0)
+
+
+def test_layer_for_kernels_patches_and_steps_aside() -> None:
+    model = build_llama()
+    expected, expected_gradients = logits(model), gradients(model)
+    before = [dict(vars(module)) for module in model.modules()]
+    replace_forwards(model, FusedNorm)
+    for _ in range(3):
+        found, calls = counts(gradients, model)
+        assert_gradients(found, expected_gradients)
+        assert calls == (NORMS, 0)
+    assert "forward" not in vars(model.model.norm)
+    replace_forwards(model, FusedNorm)  # kernelize does so again when training begins or ends
+    assert torch.allclose(logits(model), expected, atol=1e-5)
+    assert unpatch(model) == NORMS
+    model.zero_grad()
+    assert [dict(vars(module)) for module in model.modules()] == before
+    assert torch.equal(logits(model), expected)
+
+
+def test_layer_for_kernels_leaves_other_norms_their_own_code() -> None:
+    class Other(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return self.weight * hidden_states / hidden_states.abs().amax(-1, keepdim=True)
+
+    norm, x = Other(16), torch.randn(3, 16)
+    expected = norm(x)
+    replace_forwards(norm, FusedNorm)
+    for _ in range(2):
+        found, calls = counts(norm, x)
+        assert torch.equal(found, expected) and calls == (0, 0)
+    assert type(norm) is Other and "forward" not in vars(norm)
+
+
+def test_layer_for_kernels_under_hooks_and_the_compiler() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = build_llama()
+    expected = logits(model)
+    replace_forwards(model, FusedNorm)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    found, calls = counts(logits, compiled)
+    assert torch.allclose(found, expected, atol=1e-5) and calls == (0, 0)
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            add_hook_to_module(module, ModelHook())
+    for _ in range(2):
+        found, calls = counts(logits, model)
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert calls == (NORMS, 0)
+    assert unpatch(model) == NORMS
+    found, calls = counts(logits, model)
+    assert torch.equal(found, expected) and calls == (0, 0)
+
+
+@in_either_order
+def test_kernelize_with_the_local_mapping(
+    patch_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = pytest.importorskip("kernels", reason="needs Hugging Face's kernels")
+    monkeypatch.setattr(socket.socket, "connect", None)  # no hub access
+    monkeypatch.setattr(LlamaRMSNorm, "kernel_layer_name", "RMSNorm", raising=False)
+    model = build_llama()
+    expected = logits(model)
+    if patch_first:
+        patch(model)
+        logits(model)
+    for mode in (kernels.Mode.INFERENCE, kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE):
+        with kernels.use_kernel_mapping(kernel_mapping(["cpu"]), inherit_mapping=False):
+            kernels.kernelize(model, mode=mode, device="cpu", use_fallback=False)
+        assert "forward" in vars(model.model.norm)
+        for _ in range(3):
+            found, calls = counts(logits, model)
+            assert torch.allclose(found, expected, atol=1e-5)
+            assert sum(calls) == NORMS
+    patch(model)
+    found, calls = settled(logits, model)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert calls == (1, NORMS - 1)
+    assert unpatch(model) == NORMS
+    assert torch.equal(logits(model), expected)
 
 
 # --- checkpoints -------------------------------------------------------------------------------
