@@ -180,14 +180,14 @@ def run() -> Iterator[Ranks]:
 # --- data parallelism --------------------------------------------------------------------------
 
 
-def check_ddp(rank: int, patch_first: bool) -> None:
+def check_ddp(rank: int, patch_first: bool, options: dict[str, bool]) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     expected = gradients(build_llama(), IDS)
     model = build_llama()
     if patch_first:
         patch(model)
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, **options)
     if not patch_first:
         assert patch(wrapped).patched == NORMS
     for _ in range(3):
@@ -200,12 +200,35 @@ def check_ddp(rank: int, patch_first: bool) -> None:
     assert alone + fused == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
 @pytest.mark.parametrize("patch_first", [True, False])
-def test_ddp(run: Ranks, patch_first: bool) -> None:
-    run(check_ddp, patch_first)
+def test_ddp(run: Ranks, patch_first: bool, options: dict[str, bool]) -> None:
+    run(check_ddp, patch_first, options)
 
 
-def check_fully_shard(rank: int, patch_first: bool, norms_too: bool, dtype: torch.dtype) -> None:
+def check_accumulation(rank: int) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    halves = IDS[rank : rank + 1].tile(2, 1)
+    expected = {name: 2 * g for name, g in gradients(build_llama(), IDS).items()}
+    model = build_llama()
+    patch(model)
+    wrapped = DistributedDataParallel(model)
+    for _ in range(3):
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            wrapped(halves[:1], labels=halves[:1]).loss.backward()
+        wrapped(halves[1:], labels=halves[1:]).loss.backward()
+        assert_close({n: p.grad for n, p in model.named_parameters()}, expected)
+
+
+def test_ddp_accumulates_gradients(run: Ranks) -> None:
+    run(check_accumulation)
+
+
+def check_fully_shard(
+    rank: int, patch_first: bool, norms_too: bool, dtype: torch.dtype, checkpointed: bool = False
+) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -213,6 +236,8 @@ def check_fully_shard(rank: int, patch_first: bool, norms_too: bool, dtype: torc
     ids = IDS[rank : rank + 1]
 
     def shard(model: Any) -> Any:
+        if checkpointed:
+            model.train().gradient_checkpointing_enable({"use_reentrant": False})
         norms = [m for m in model.modules() if type(m).__name__ == "LlamaRMSNorm"]
         for module in (*(norms if norms_too else ()), *model.model.layers, model):
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
@@ -230,7 +255,10 @@ def check_fully_shard(rank: int, patch_first: bool, norms_too: bool, dtype: torc
     for _ in range(3):
         found, alone, fused = counts(gradients, model, ids)
         assert_close(found, expected, dtype)
-    assert alone + fused == NORMS
+    if checkpointed:
+        assert alone + fused == 2 * NORMS - 1  # the last norm is in no block
+    else:
+        assert alone + fused == NORMS
     if not norms_too:
         assert fused >= 3
     unpatch(model)
@@ -242,12 +270,17 @@ def check_fully_shard(rank: int, patch_first: bool, norms_too: bool, dtype: torc
 @pytest.mark.parametrize("norms_too", [False, True], ids=["blocks", "norms"])
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_fully_shard(run: Ranks, patch_first: bool, norms_too: bool) -> None:
-    run(check_fully_shard, patch_first, norms_too, torch.float32)
+    run(check_fully_shard, patch_first, norms_too)
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_fully_shard_in_mixed_precision(run: Ranks, patch_first: bool) -> None:
     run(check_fully_shard, patch_first, False, torch.bfloat16)
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_fully_shard_with_gradient_checkpointing(run: Ranks, patch_first: bool) -> None:
+    run(check_fully_shard, patch_first, False, torch.float32, True)
 
 
 # --- tensor and sequence parallelism -----------------------------------------------------------

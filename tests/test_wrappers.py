@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.utils import is_kernels_available
 
 from fusedops import dispatch
 from fusedops.integrations import patch, stream, unpatch
@@ -491,6 +492,8 @@ def test_kernelize_with_the_local_mapping(
     patch_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = pytest.importorskip("kernels", reason="needs Hugging Face's kernels")
+    if not hasattr(kernels, "kernelize"):
+        pytest.skip("needs Hugging Face's kernels: what is found is a folder of that name")
     monkeypatch.setattr(socket.socket, "connect", None)  # no hub access
     monkeypatch.setattr(LlamaRMSNorm, "kernel_layer_name", "RMSNorm", raising=False)
     model = build_llama()
@@ -500,7 +503,7 @@ def test_kernelize_with_the_local_mapping(
         logits(model)
     for mode in (kernels.Mode.INFERENCE, kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE):
         with kernels.use_kernel_mapping(kernel_mapping(["cpu"]), inherit_mapping=False):
-            kernels.kernelize(model, mode=mode, device="cpu", use_fallback=False)
+            kernels.kernelize(model, mode=mode, device="cpu")
         assert "forward" in vars(model.model.norm)
         for _ in range(3):
             found, calls = counts(logits, model)
@@ -512,6 +515,28 @@ def test_kernelize_with_the_local_mapping(
     assert calls == (1, NORMS - 1)
     assert unpatch(model) == NORMS
     assert torch.equal(logits(model), expected)
+
+
+@in_either_order
+def test_transformers_use_kernels(patch_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_kernels_available():
+        pytest.skip("needs the kernels package that this transformers asks for")
+    monkeypatch.setattr(socket.socket, "connect", None)  # no hub access, and no layer for a CPU
+    model = build_llama()
+    expected = logits(model)
+    if patch_first:
+        patch(model)
+    model.set_use_kernels(True)
+    assert "forward" in vars(model.model.norm)
+    assert patch(model).patched == NORMS
+    for training in (False, True):  # which replaces the forwards once more
+        model.train(training)
+        found, calls = settled(logits, model)
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert sum(calls) == NORMS
+    assert unpatch(model) == NORMS
+    found, calls = counts(logits, model)
+    assert torch.equal(found, expected) and calls == (0, 0)
 
 
 # --- checkpoints -------------------------------------------------------------------------------
