@@ -227,7 +227,11 @@ def test_ddp_accumulates_gradients(run: Ranks) -> None:
 
 
 def check_fully_shard(
-    rank: int, patch_first: bool, norms_too: bool, dtype: torch.dtype, checkpointed: bool = False
+    rank: int,
+    patch_first: bool,
+    norms_too: bool = False,
+    dtype: torch.dtype = torch.float32,
+    checkpointed: bool = False,
 ) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
