@@ -279,21 +279,24 @@ def _apply(
     return outputs
 
 
-@cache
-def _autocast_rule(operator: str, device_type: str, dtype: torch.dtype) -> bool:
+def _ask_autocast(operator: str, device_type: str, dtype: torch.dtype) -> bool:
     """Whether autocast to ``dtype`` makes torch's own operator return fp32: asked of torch."""
     row = torch.zeros(1, 1, dtype=dtype, device=device_type)
     with torch.autocast(device_type, dtype=dtype):
         return getattr(F, operator)(row, (1,)).dtype == torch.float32
 
 
+_autocast_rule = cache(_ask_autocast)
+
+
 def _autocasts_to_fp32(operator: str, dtype: torch.dtype, x: Tensor) -> bool:
     device_type = x.device.type
+    rule = _ask_autocast if is_compiling() else _autocast_rule  # the compiler warns of caches
     return (
         device_type in _AUTOCAST_DEVICES
         and torch.is_autocast_enabled(device_type)
         and dtype.itemsize == 2
-        and _autocast_rule(operator, device_type, torch.get_autocast_dtype(device_type))
+        and rule(operator, device_type, torch.get_autocast_dtype(device_type))
     )
 
 

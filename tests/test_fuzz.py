@@ -203,9 +203,9 @@ class Rows:
         numbers = wide(s)
         size = np.abs(numbers).max(-1, keepdims=True)
         finite = np.isfinite(size)
-        squares = (numbers * numbers).sum(-1, keepdims=True)
-        self.overflow = finite & (squares > (1e307 if double else 1e38))
         row = numbers - numbers.mean(-1, keepdims=True) if centers else numbers
+        squares = (row * row).sum(-1, keepdims=True)
+        self.overflow = finite & (squares > (1e307 if double else 1e38))
         self.rstd = 1 / np.sqrt((row * row).mean(-1, keepdims=True) + np.longdouble(eps))
         self.rstd = np.where(self.overflow, 0, self.rstd)
         self.x_hat = row * self.rstd
@@ -309,6 +309,9 @@ def test_any_call(op, blocks, shard, device, path, request):
     )
     @hypothesis.given(call=calls(LENGTHS if blocks == "whole" else CHUNKED_LENGTHS))
     def try_call(call):
+        if path == "reference":
+            # The derivative of torch's rsqrt is a third power: NaN for zeros and smaller eps.
+            call["eps"] = max(call["eps"], 1e-12)
         inputs = inputs_of(op, call, device)
         before = {n: None if t is None else t.clone() for n, t in inputs.items()}
         options = {n: call[n] for n in ("eps", "out_dtype")}

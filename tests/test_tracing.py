@@ -97,6 +97,97 @@ def test_row_count_may_change_without_recompiling(op, same, device):
             same(fast(*part), function(*part))
 
 
+def test_row_counts_recompile_once(op, same, device):
+    """Without ``dynamic=True``: the second count compiles code for all others."""
+    inputs = op.inputs((3, 64, 40), FP32, device)
+    function = function_of(op, inputs)
+    fast = compiled(function)
+
+    def check(batch, rows):
+        part = {n: t[:batch, :rows] if t.dim() > 1 else t for n, t in inputs.items()}
+        leaves = leaves_of({n: t.contiguous() for n, t in part.items()})
+        outputs, expected = fast(*leaves), function(*leaves)
+        same(outputs, expected)
+        same(backward(outputs, leaves), backward(expected, leaves))
+
+    check(3, 64)
+    check(3, 5)
+    check(2, 7)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (33, 6, 50, 17):
+            check(3, rows)
+
+
+MIXES = [(BF16, FP32, FP32), (FP32, BF16, BF16), (FP16, FP16, FP32), (BF16, BF16, torch.float64)]
+
+
+@pytest.mark.parametrize("cast", ["fp32", "input"])
+@pytest.mark.parametrize(("dtype", "residual_dtype", "weight_dtype"), MIXES)
+def test_compiles_mixed_dtypes(op, dtype, residual_dtype, weight_dtype, cast, same, device):
+    if op.centers and cast == "input":
+        pytest.skip("LayerNorm has no such option")
+    inputs = op.inputs(
+        (4, 40), dtype, device, residual_dtype=residual_dtype, weight_dtype=weight_dtype
+    )
+    function = function_of(op, inputs, **({} if op.centers else {"cast": cast}))
+    leaves = leaves_of(inputs)
+    outputs, expected = compiled(function)(*leaves), function(*leaves)
+    assert [out.dtype for out in outputs] == [out.dtype for out in expected]
+    same(outputs, expected)
+    ours, theirs = backward(outputs, leaves), backward(expected, leaves)
+    assert [g.dtype for g in ours] == [t.dtype for t in inputs.values()]
+    same(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_compiles_under_autocast(op, dtype, same, device):
+    inputs = op.inputs((4, 40), dtype, device, weight_dtype=FP32)
+    function = function_of(op, inputs)
+
+    def under_autocast(*tensors):
+        with torch.autocast(device, dtype=BF16):
+            return function(*tensors)
+
+    leaves = leaves_of(inputs)
+    outputs, expected = compiled(under_autocast)(*leaves), under_autocast(*leaves)
+    assert [out.dtype for out in outputs] == [out.dtype for out in expected]
+    same(outputs, expected)
+    same(backward(outputs, leaves), backward(expected, leaves))
+
+
+def test_double_backward_of_compiled_code_is_refused(op, device):
+    """By torch, in words of its own; what must not come is a wrong number."""
+    inputs = op.inputs((4, 40), FP32, device)
+    leaves = leaves_of(inputs)
+    y = compiled(function_of(op, inputs))(*leaves)[0]
+
+    def penalty():
+        (dx,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
+        dx.square().sum().backward()
+
+    with pytest.raises(RuntimeError, match="double backward"):
+        penalty()
+
+
+@pytest.mark.gpu
+def test_compiles_with_reduced_overhead(op):
+    """The compiler's own CUDA graphs: replayed with other inputs, and for other row counts."""
+    inputs = op.inputs((64, 256), FP16, "cuda")
+    function = function_of(op, inputs)
+    torch._dynamo.reset()
+    fast = torch.compile(function, fullgraph=True, mode="reduce-overhead", dynamic=False)
+    for rows in (64, 64, 64, 16, 16, 16):
+        other = op.inputs((rows, 256), FP16, "cuda")
+        leaves = leaves_of(other)
+        torch.compiler.cudagraph_mark_step_begin()
+        outputs = fast(*leaves)
+        grads = [g.clone() for g in backward(outputs, leaves)]
+        expected = function(*leaves)
+        torch.testing.assert_close([out.clone() for out in outputs], list(expected))
+        torch.testing.assert_close(grads, list(backward(expected, leaves)))
+
+
 def test_compiles_with_some_gradients_only(op, same, device):
     inputs = op.inputs((4, 40), FP32, device)
     function = function_of(op, inputs)
@@ -244,6 +335,38 @@ def test_flop_counter_sees_a_call(op, same, device):
     assert counter.get_total_flops() == 2 * 4 * 40 * 4
 
 
+def test_double_backward_under_a_mode(op, device):
+    """There the registered operators run, whose backward must be differentiable too."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs = op.inputs((2, 5), torch.float64, device)
+    tensors = [t.requires_grad_() for t in inputs.values()]
+
+    def function(*arguments):
+        return op.call(dict(zip(inputs, arguments, strict=True)), eps=0.1)[: 1 + op.adds]
+
+    with FlopCounterMode(display=False):
+        assert torch.autograd.gradgradcheck(function, tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_hessian(op, device):
+    """Forward over reverse over vmap: transforms inside each other."""
+    inputs = op.inputs((6,), torch.float64, device)
+    names = list(inputs)
+
+    def loss(function):
+        def of(*arguments):
+            out = op.call(dict(zip(names, arguments, strict=True)), function, eps=0.1)
+            return sum(o.pow(3).sum() for o in out[: 1 + op.adds])
+
+        return of
+
+    ours = torch.func.hessian(loss(op.function))(*inputs.values())
+    theirs = torch.func.hessian(loss(op.reference))(*inputs.values())
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_dispatch_modes_see_an_operator(op, path, device):
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -275,6 +398,109 @@ def test_tensor_subclass_keeps_its_type(op, device):
     assert all(isinstance(out, Tagged) for out in outputs)
     for out, plain in zip(outputs, expected, strict=True):
         torch.testing.assert_close(out.as_subclass(torch.Tensor), plain, rtol=1e-5, atol=1e-5)
+
+
+# Autocast ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("residual_dtype", [BF16, FP32])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_gradients_under_autocast_are_torchs(op, dtype, residual_dtype, device):
+    inputs = op.inputs((3, 64), dtype, device, residual_dtype=residual_dtype, weight_dtype=FP32)
+
+    def step(function):
+        leaves = dict(zip(inputs, leaves_of(inputs), strict=True))
+        with torch.autocast(device, dtype=BF16):
+            outputs = op.call(leaves, function, eps=EPS)[: 1 + op.adds]
+        return outputs, backward(outputs, list(leaves.values()))
+
+    (outputs, grads), (their_outputs, their_grads) = step(op.function), step(op.torch_function())
+    for ours, theirs in zip((*outputs, *grads), (*their_outputs, *their_grads), strict=True):
+        assert ours.dtype == theirs.dtype
+        unit = max(torch.finfo(ours.dtype).eps, torch.finfo(outputs[0].dtype).eps)
+        limit = 4 * unit * theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=limit)
+
+
+# Patched models ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama(device):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(device).eval()
+
+
+def ids_of(batch, length, device):
+    return torch.arange(batch * length, device=device).view(batch, length) % 50
+
+
+def test_patched_model_compiles_forward_and_backward(llama, device):
+    """As near to eager as the compiled unpatched model, and no more often compiled."""
+    from fusedops.integrations import patch
+
+    lengths = (12, 7, 9)
+
+    def steps(model):
+        results = []
+        for length in lengths:
+            llama.zero_grad()
+            logits = model(ids_of(2, length, device)).logits
+            logits.square().mean().backward()
+            results.append((logits.detach(), [p.grad.clone() for p in llama.parameters()]))
+        return results
+
+    def graphs_and_steps():
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        results = steps(torch.compile(llama, fullgraph=True, backend=counter))
+        return counter.frame_count, results
+
+    eager = steps(llama)
+    plain_count, plain = graphs_and_steps()
+    patch(llama)
+    count, ours = graphs_and_steps()
+    assert count <= plain_count
+    for (logits, grads), (theirs, their_grads), truth in zip(ours, plain, eager, strict=True):
+        limit = 2 * (theirs - truth[0]).abs().max().item() + 1e-6
+        torch.testing.assert_close(logits, truth[0], rtol=0, atol=limit)
+        torch.testing.assert_close(grads, their_grads, rtol=1e-4, atol=1e-6)
+
+
+def test_patched_model_exports_whole(llama, device):
+    from fusedops.integrations import patch, unpatch
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = llama
+
+        def forward(self, ids):
+            return self.model(ids).logits
+
+    patch(llama)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.export's own deprecations
+        length = torch.export.Dim("length", min=2, max=64)
+        program = torch.export.export(
+            Logits(), (ids_of(2, 12, device),), dynamic_shapes=({1: length},)
+        )
+    unpatch(llama)
+    for size in (12, 5):
+        ids = ids_of(2, size, device)
+        with torch.no_grad():
+            torch.testing.assert_close(program.module()(ids), llama(ids).logits)
 
 
 # Checkpointing -----------------------------------------------------------------------------------
@@ -352,6 +578,24 @@ def test_opcheck_of_the_forwards(name, train, device):
             for a in sample
         )
         torch.library.opcheck(operator, arguments)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["norm_forward", "norm_forward_training"])
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize(("dtype", "residual_dtype", "weight_dtype"), MIXES)
+def test_opcheck_of_mixed_dtypes(name, centered, dtype, residual_dtype, weight_dtype, device):
+    operator = getattr(torch.ops.fusedops, name).default
+    x = torch.randn(3, 4, 24, device=device, dtype=dtype)
+    residual = torch.randn(4, 3, 24, device=device, dtype=residual_dtype).transpose(0, 1)
+    weight = torch.randn(24, device=device, dtype=weight_dtype)
+    bias = torch.randn(24, device=device, dtype=dtype) if centered else None
+    s_dtype = torch.promote_types(dtype, residual_dtype)
+    y_dtype = s_dtype if centered else torch.promote_types(s_dtype, weight_dtype)
+    offset = 0.0 if centered else 1.0
+    for rows, added in ((x, residual), (x[:, :0], residual[:, :0])):
+        spec = (EPS, centered, not centered, offset, y_dtype, centered)
+        torch.library.opcheck(operator, (rows, added, weight, bias, *spec))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
