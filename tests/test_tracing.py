@@ -448,6 +448,8 @@ def ids_of(batch, length, device):
 
 def test_patched_model_compiles_forward_and_backward(llama, device):
     """As near to eager as the compiled unpatched model, and no more often compiled."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     from fusedops.integrations import patch
 
     lengths = (12, 7, 9)
@@ -463,7 +465,7 @@ def test_patched_model_compiles_forward_and_backward(llama, device):
 
     def graphs_and_steps():
         torch._dynamo.reset()
-        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        counter = CompileCounterWithBackend("aot_eager")
         results = steps(torch.compile(llama, fullgraph=True, backend=counter))
         return counter.frame_count, results
 
