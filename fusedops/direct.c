@@ -406,7 +406,7 @@ static PyObject *module_is_hooked(PyObject *unused, PyObject *module) {
 #define SLOTS(X)                                                                               \
     X(stream, _base) X(stream, _call) X(stream, _key) X(stream, _grad) X(stream, _delta)       \
     X(stream, _delta_first) X(stream, _versions) X(stream, _reshaped)                          \
-    X(call, state) X(call, watched) X(call, global_hooks) X(call, pending)                     \
+    X(call, state) X(call, watched) X(call, pending)                                           \
     X(block, writes) X(block, argument_keys) X(block, wraps_norms) X(block, outer)             \
     X(block, obstacle) X(block, learned) X(block, handed) X(block, link) X(block, misses)      \
     X(block, min_elements) X(block, small)                                                     \
@@ -658,7 +658,7 @@ static PyObject *fuse(PyObject *norm_state, PyObject *stream) {
 // The norm of a stream, or None.
 static PyObject *call_with_stream(PyObject *norm_state, PyObject *stream) {
     PyObject *call = AT(stream, stream, _call), *state = AT(call, call, state), *y;
-    if (AT(call, call, watched) != Py_False || AT(call, call, global_hooks) != Py_False ||
+    if (AT(call, call, watched) != Py_False ||
         AT(block, state, wraps_norms) != Py_False || AT(stream, stream, _reshaped) != Py_None)
         Py_RETURN_NONE;
     if (AT(stream, stream, _delta) == Py_None) {
@@ -854,7 +854,6 @@ static PyObject *new_call(PyObject *state) {
     if (call == NULL) return NULL;
     PUT(call, call, state, Py_NewRef(state));
     PUT(call, call, watched, Py_NewRef(Py_False));
-    PUT(call, call, global_hooks, Py_NewRef(Py_False));
     PUT(call, call, pending, Py_NewRef(Py_None));
     return call;
 }

@@ -175,12 +175,11 @@ class BlockState:
 class _Call:
     """One running forward of a block. At most one add is pending in it."""
 
-    __slots__ = ("global_hooks", "pending", "state", "watched")
+    __slots__ = ("pending", "state", "watched")
 
     def __init__(self, state: BlockState, watched: bool) -> None:
         self.state = state
         self.watched = watched
-        self.global_hooks = bool(any_global_hook())
         self.pending: ResidualStream | None = None
 
 
@@ -602,7 +601,7 @@ def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
             state.learn(stream._key)
         elif state.entry_norm is None:
             state.entry_norm = weakref.ref(norm)
-    if block_call.global_hooks or (direct.is_hooked or is_hooked)(norm):
+    if (direct.is_hooked or is_hooked)(norm):
         if delta is not None:
             _finish(stream, "a hook on the norm")
         return call(norm, as_tensor(stream))
@@ -810,7 +809,7 @@ def run_block(
             state.obstacle = "no norm reads a sum that it makes"
         return forward(block, *args, **kwargs)
     if _slot.held is not None and (
-        call.global_hooks
+        any_global_hook()
         or block.__dict__["_forward_pre_hooks"]
         or (state.outer and any(module._forward_pre_hooks for module in state.around()))
     ):
@@ -900,7 +899,6 @@ def _leave_stream(block: nn.Module, stream: ResidualStream) -> Tensor:
         hooks["_forward_hooks"]
         or hooks["_backward_hooks"]
         or hooks["_backward_pre_hooks"]
-        or call.global_hooks
         or state.outer
         or (direct.is_hooked or is_hooked)(norm)
         or _is_inference_mode()
@@ -957,8 +955,7 @@ def _hand_over_obstacle(block: nn.Module, norm: nn.Module, stream: ResidualStrea
     """Why the norm of the sum must not be computed now."""
     call, hooks = stream._call, block.__dict__
     if (
-        call.global_hooks
-        or hooks["_backward_hooks"]
+        hooks["_backward_hooks"]
         or hooks["_backward_pre_hooks"]
         or (hooks["_forward_hooks"] and _may_edit(hooks["_forward_hooks"]))
         or is_hooked(norm)
