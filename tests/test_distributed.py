@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import build_llama
 from torch import Tensor, distributed, nn
 
 import fusedops
@@ -32,28 +33,6 @@ WORLD = 2
 SECONDS = 60  # a rank that waits for a dead one gives up after these
 IDS = torch.tensor([[5, 9, 33, 2, 17, 60, 8], [1, 44, 7, 12, 3, 3, 29]])  # a row for each rank
 NORMS = 7  # of the model below, six of which follow an add
-
-
-def build_llama() -> Any:
-    """Tiny, with random norm weights; divisible by two wherever tensor parallelism divides."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-    )
-    torch.manual_seed(11)
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
 
 
 def gradients(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:

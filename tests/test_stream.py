@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import build_llama, randomised
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -185,24 +184,6 @@ def assert_same(model: nn.Module, *args: Any, warm: int = 2, fused: int | None =
         assert count == fused
 
 
-def build_llama(**options: Any) -> PreTrainedModel:
-    torch.manual_seed(11)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=63,
-        bos_token_id=1,
-        **options,
-    )
-    return randomised(LlamaForCausalLM(config))
-
-
 def build_gpt2() -> PreTrainedModel:
     torch.manual_seed(11)
     config = GPT2Config(
@@ -226,14 +207,6 @@ def build_t5() -> PreTrainedModel:
         vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0
     )
     return randomised(T5ForConditionalGeneration(config))
-
-
-def randomised(model: PreTrainedModel) -> PreTrainedModel:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model.eval()
 
 
 BUILDERS = {"llama": build_llama, "gpt2": build_gpt2}

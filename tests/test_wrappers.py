@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import build_llama
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils import is_kernels_available
 
@@ -28,28 +29,6 @@ from fusedops.integrations.patching import force_operators, is_patched
 
 IDS = torch.tensor([[5, 9, 33, 2, 17, 60, 8], [1, 44, 7, 12, 3, 3, 29]])
 NORMS = 7  # of the model below, six of which follow an add
-
-
-def build_llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=63,
-        bos_token_id=1,
-    )
-    torch.manual_seed(11)
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # ones would hide a mix-up
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
 
 
 @pytest.fixture(autouse=True)
