@@ -171,6 +171,7 @@ def test_double_backward_of_compiled_code_is_refused(op, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch 2.11 captures one on purpose
 def test_compiles_with_reduced_overhead(op):
     """The compiler's own CUDA graphs: replayed with other inputs, and for other row counts."""
     inputs = op.inputs((64, 256), FP16, "cuda")
@@ -491,6 +492,7 @@ def test_patched_model_exports_whole(llama, device):
         def forward(self, ids):
             return self.model(ids).logits
 
+    llama.set_attn_implementation("eager")  # sdpa on CUDA has guards on the length of its own
     patch(llama)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.export's own deprecations
