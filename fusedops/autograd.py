@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels on tensors of any layout, and the autograd Function around them."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,8 @@ def kernel_forward(
         rstd = torch.empty(n_rows, dtype=dtype, device=x.device)
         mean = torch.empty_like(rstd) if spec.centered else None
     x_rows, residual_rows = as_rows((x, residual), layout.order)
-    launch_forward(
+    _launch(
+        launch_forward,
         x_rows,
         residual_rows,
         unit_stride(weight),
@@ -116,7 +118,8 @@ def kernel_backward(
     ds = layout.empty(s.shape, s.dtype, s.device) if needs_ds else None
     dweight, dbias = columns(dweight_dtype), columns(dbias_dtype)
     s_rows, dy_rows, dsum_rows = as_rows((s, dy, dsum), layout.order)
-    launch_backward(
+    _launch(
+        launch_backward,
         s_rows,
         dy_rows,
         dsum_rows,
@@ -129,6 +132,17 @@ def kernel_backward(
         weight_offset=weight_offset,
     )
     return ds, dweight, dbias
+
+
+def _launch(launch: Callable[..., None], rows: Tensor, *arguments: Any, **options: Any) -> None:
+    with dispatch.launching(rows):
+        try:
+            launch(rows, *arguments, **options)
+        except OSError as error:
+            raise RuntimeError(
+                f"Triton could not compile a kernel ({error}): it needs a C compiler (CC, else "
+                "gcc or clang) and a folder that it can write to (TRITON_CACHE_DIR, else ~/.triton)"
+            ) from error
 
 
 def unit_stride(vector: Tensor | None) -> Tensor | None:

@@ -20,6 +20,7 @@ What Triton specialises on is what the guard and the plan's key compare, and tha
 """
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -48,6 +49,10 @@ __all__ = [
 
 TESTED_TRITON = ("3.6", "3.7")
 """Releases whose compiled kernels are known to be launched as `Kernel.launch` does."""
+
+MAX_KINDS = 1024
+"""Operators with options, widths and dtypes that plans are kept for: a caller may go through ever
+new values of eps, say. After so many, what is in use is planned anew."""
 
 MAX_PLANS = 16
 """Plans kept for one operator, options, width and dtype: ranks and subsets that need gradients."""
@@ -231,6 +236,9 @@ def ask(**objects: Any) -> None:
         load_native().configure(**objects)
 
 
+_building = threading.Lock()
+
+
 @cache
 def load_native() -> Any:
     """The compiled direct.c, or None where it cannot be had, which is logged."""
@@ -240,8 +248,9 @@ def load_native() -> Any:
         from triton.runtime.build import compile_module_from_src
 
         source = Path(__file__).with_name("direct.c").read_text()
-        native: Any = compile_module_from_src(source, "fusedops_direct")
-        native.configure(**asked)
+        with _building:
+            native: Any = compile_module_from_src(source, "fusedops_direct")
+            native.configure(**asked)
     except Exception as error:  # no compiler, no headers, a Triton that builds otherwise
         dispatch.log_once(f"calls are launched by Python: direct.c cannot be compiled ({error})")
         return None
@@ -345,8 +354,6 @@ def remember(
     device = x.get_device()
     if device < 0 or device != _current_device() or torch.cuda.is_current_stream_capturing():
         return
-    import triton
-
     from fusedops.kernels import launch as kernel_launch
 
     vectors = [vector for vector in (weight, bias) if vector is not None]
@@ -356,11 +363,32 @@ def remember(
         return
     if not all(vector.is_contiguous() for vector in vectors):
         return
-    if find(options, x, residual, weight, bias) is not None:
-        return  # this call alone was not to be launched so: misaligned, say
-    rows = [x] if residual is None else [x, residual]
     if residual is x or (bias is not None and bias is weight):
         return  # the guard takes no tensor twice: the plan would serve no call
+    with dispatch.launching(x):
+        if find(options, x, residual, weight, bias) is None:
+            _plan(options, x, residual, weight, bias, eps, spec, train)
+        # Else this call alone was not to be launched so (misaligned, say), or another thread was
+        # quicker.
+
+
+def _plan(
+    options: tuple[Any, ...],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    spec: "Spec",
+    train: Callable[..., Any] | None,
+) -> None:
+    """`remember`, where there is no such plan and may be one."""
+    import triton
+
+    from fusedops.kernels import launch as kernel_launch
+
+    rows = [x] if residual is None else [x, residual]
+    vectors = [vector for vector in (weight, bias) if vector is not None]
     guard = _guards.TensorGuards(
         *rows,
         *vectors,
@@ -393,7 +421,7 @@ def remember(
         has_weight=weight is not None,
         has_bias=bias is not None,
         n_cols=x.shape[-1],
-        device=device,
+        device=x.get_device(),
         y_dtype=spec.y_dtype,
         sum_dtype=sum_dtype,
         statistics=statistics,
@@ -402,6 +430,9 @@ def remember(
         spec=spec,
     )
     key = _key(options, x, weight, bias)
+    if key not in _plans and len(_plans) >= MAX_KINDS:
+        _plans.clear()
+        _kernels.clear()
     # A new tuple: another thread may be walking through the old one.
     _plans[key] = (*_plans.get(key, ())[-MAX_PLANS + 1 :], (plan, plan.caller()))
 

@@ -7,6 +7,7 @@
 
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ __all__ = [
     "is_plain",
     "is_traced",
     "kernel_obstacle",
+    "launching",
     "log_once",
     "record",
     "transforms_active",
@@ -46,7 +48,20 @@ except Exception as error:  # a broken or foreign `triton` must not break CPU us
     TRITON_OBSTACLE = f"Triton cannot be imported ({type(error).__name__}: {error})"
 
 _logged: set[str] = set()
-_counters: list[Counter[tuple[str, str]]] = []
+
+
+class _Counting:
+    """One `count_calls` that is entered; Counters themselves are equal when they hold the same."""
+
+    __slots__ = ("calls", "lock")
+
+    def __init__(self) -> None:
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.lock = threading.Lock()
+
+
+_counters: list[_Counting] = []
+_locks: dict[int, threading.RLock] = {}
 
 
 def log_once(reason: str) -> None:
@@ -132,17 +147,28 @@ def count_calls() -> Iterator[Counter[tuple[str, str]]]:
     """Count operator calls: a Counter of ``(operator, path)``.
 
     ``operator`` is the public function's name, ``path`` one of ``"triton"``, ``"interpreter"``
-    and ``"reference"``. Only forward calls of the operators themselves count.
+    and ``"reference"``. Only forward calls of the operators themselves count, of all threads.
     """
-    counter: Counter[tuple[str, str]] = Counter()
-    _counters.append(counter)
+    counting = _Counting()
+    _counters.append(counting)
     try:
-        yield counter
+        yield counting.calls
     finally:
-        _counters.remove(counter)
+        _counters.remove(counting)
 
 
 def record(operator: str, path: str) -> None:
     """Add one call to every counter in use; there are none as a rule."""
-    for counter in _counters:
-        counter[operator, path] += 1
+    for counting in _counters:
+        with counting.lock:
+            counting.calls[operator, path] += 1
+
+
+def launching(tensor: Tensor) -> threading.RLock:
+    """The lock to hold while Triton is asked for a launch on ``tensor``'s device.
+
+    Its first launch of a kernel makes the launcher before the kernel is loaded, where another
+    thread may find it; and its interpreter keeps the program that is running in global variables.
+    """
+    device = tensor.get_device()
+    return _locks.get(device) or _locks.setdefault(device, threading.RLock())

@@ -49,6 +49,7 @@ def describe(*, probe: bool = True) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "gpus": _gpus(),
+        "no_gpu": _gpu_obstacle(),
         "switches": {
             name: os.environ.get(name) for name in ("FUSEDOPS_DISABLE", "TRITON_INTERPRET")
         },
@@ -124,7 +125,7 @@ def render(description: dict[str, Any]) -> str:
             f"{gpu['memory'] / 2**30:.0f} GiB"
         )
     if not description["gpus"]:
-        lines.append("gpu           none usable")
+        lines.append(f"{'gpu':13} none usable: {description['no_gpu']}")
     for name, value in description["switches"].items():
         if value is not None:
             lines.append(f"{name}={value}")
@@ -163,6 +164,17 @@ def _gpus() -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def _gpu_obstacle() -> str | None:
+    """Why torch can use no GPU: no driver, one that is too old, a build without CUDA."""
+    if torch.cuda.is_available():
+        return None
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return one_line(error)
+    return "torch finds none"
 
 
 def _host_memory() -> int | None:
