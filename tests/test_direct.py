@@ -8,6 +8,9 @@ import gc
 import os
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,8 +262,9 @@ def test_results_have_the_strides_of_new_tensors(make: Any) -> None:
         assert direct._contiguous(shape) == torch.empty(shape).stride()
 
 
-def test_a_tensor_given_twice_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call would fit it, and the next call would make one more, until no good ones are left."""
+@pytest.fixture
+def plannable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`direct.remember` takes CPU tensors for those of a GPU; there are no plans yet."""
     launch = pytest.importorskip("fusedops.kernels.launch")
     kernel = direct.Kernel(Launch(), (), (), 4, None)
     monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
@@ -269,14 +273,61 @@ def test_a_tensor_given_twice_leaves_no_plan(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(direct, "_kernel", lambda *_: kernel)
     monkeypatch.setattr(direct, "TESTED_TRITON", (launch.TRITON_RELEASE,))
     monkeypatch.setattr(direct, "_plans", {})
-    spec = Spec(True, False, 0.0, torch.float32, True)
+
+
+SPEC = Spec(True, False, 0.0, torch.float32, True)
+
+
+def test_plans_keep_no_tensor_alive(plannable: None) -> None:
+    given = tensors()
+    held = [weakref.ref(t) for t in given if t is not None]
+    direct.remember(("add_layer_norm",), *given, 1e-5, SPEC, None)  # type: ignore[arg-type]
+    assert len(direct._plans) == 1
+    del given
+    assert [reference() for reference in held] == [None] * 4
+
+
+def test_plans_for_ever_new_options_are_bounded(
+    plannable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module whose eps is learned, say, must not fill the memory."""
+    monkeypatch.setattr(direct, "MAX_KINDS", 10)
+    monkeypatch.setattr(direct, "_kernels", dict.fromkeys(range(9)))
+    given = tensors()
+    for number in range(25):
+        options = ("add_layer_norm", 1e-5 * number)
+        direct.remember(options, *given, 1e-5, SPEC, None)  # type: ignore[arg-type]
+        assert direct.find(options, *given) is not None  # type: ignore[arg-type]
+        assert len(direct._plans) <= 10
+    assert not direct._kernels
+
+
+def test_threads_that_meet_make_one_plan(plannable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, kernel = tensors(), direct._kernel
+    start = threading.Barrier(8)
+    monkeypatch.setattr(direct, "_kernel", lambda *args: (time.sleep(0.01), kernel(*args))[1])
+
+    def remember() -> None:
+        start.wait()
+        direct.remember(("add_layer_norm",), *given, 1e-5, SPEC, None)  # type: ignore[arg-type]
+
+    threads = [threading.Thread(target=remember) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(plans) for plans in direct._plans.values()] == [1]
+
+
+def test_a_tensor_given_twice_leaves_no_plan(plannable: None) -> None:
+    """No call would fit it, and the next call would make one more, until no good ones are left."""
     x, residual, weight, bias = tensors()
     twice = [(x, x, weight, bias), (x, residual, weight, weight)]
     for given in twice:
-        direct.remember(("add_layer_norm",), *given, 1e-5, spec, None)  # type: ignore[arg-type]
+        direct.remember(("add_layer_norm",), *given, 1e-5, SPEC, None)  # type: ignore[arg-type]
         assert direct._plans == {}
     given = (x, residual, weight, bias)
-    direct.remember(("add_layer_norm",), *given, 1e-5, spec, None)  # type: ignore[arg-type]
+    direct.remember(("add_layer_norm",), *given, 1e-5, SPEC, None)  # type: ignore[arg-type]
     assert direct.find(("add_layer_norm",), *given) is not None  # type: ignore[arg-type]
 
 

@@ -268,6 +268,17 @@ def test_calls_take_the_expected_path(op, path, device):
     assert dict(calls) == {(op.name, path): 2}
 
 
+def test_counters_inside_each_other_end_by_themselves(op, path, device):
+    """They may have counted the same when the inner one ends."""
+    inputs = op.inputs((2, 32), FP32, device)
+    with fusedops.dispatch.count_calls() as outer:
+        with fusedops.dispatch.count_calls() as inner:
+            op.call(inputs)
+        op.call(inputs)
+    op.call(inputs)
+    assert (outer[op.name, path], inner[op.name, path]) == (2, 1)
+
+
 # Where the product with the weight is rounded ---------------------------------------------------
 
 
