@@ -578,6 +578,43 @@ def test_pickle_of_a_patched_model_where_fusedops_is_not_installed(
     assert type(pickle.loads(unpatched)) is LlamaForCausalLM
 
 
+# --- replicas ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.filterwarnings("ignore")  # DataParallel's own
+def test_data_parallel_over_two_gpus() -> None:
+    """Each replica lives for one forward, in a thread of its own, with weights of its own."""
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build_llama().cuda()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(ids, use_cache=False).logits
+
+    model, ids = Logits(), IDS.repeat(2, 1).cuda()
+
+    def run(module: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        found = module(ids)
+        found.square().sum().backward()
+        return [found, *(p.grad for p in model.parameters())]
+
+    expected = run(model)
+    patch(model)
+    for wrapped in (nn.DataParallel(model, [0, 1]), nn.DataParallel(model, [0])):
+        found, calls = settled(run, wrapped)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+        replicas = len(wrapped.device_ids)
+        assert sum(calls) == NORMS * replicas
+        assert calls[1] >= 3 * replicas  # in each block; a replica knows of no next block
+    assert unpatch(model) == NORMS
+    assert torch.equal(run(model)[0], expected[0])
+
+
 # --- child processes ---------------------------------------------------------------------------
 
 
