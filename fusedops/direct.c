@@ -17,7 +17,7 @@
     X(stream_type) X(call_type) X(block_type) X(handed_type) X(tensor_type) X(closed)          \
     X(floats) X(is_cuda) X(dispatch_modes) X(transforms) X(jit_trace) X(any_autocast)          \
     X(is_inference) X(saves_are_watched) X(drop_held) X(forget) X(leave_block) X(give_up)      \
-    X(is_capturing)                                                                            \
+    X(is_capturing) X(take_back)                                                               \
     X(add_in_python) X(torch_function_in_python) X(method_add) X(function_add)
 #define DECLARE(name) static PyObject *name;
 GLOBALS(DECLARE)
@@ -917,12 +917,18 @@ static PyObject *run_block(PyObject *unused, PyObject *const *given, Py_ssize_t 
             PyErr_Restore(type, value, traceback);
         }
     }
+    Py_XDECREF(stream);
+    Py_XDECREF(output);
+    if (result != NULL && Py_REFCNT(call) > 1) {  // streams live on
+        PyObject *arguments[] = {state, call};
+        PyObject *taken = PyObject_Vectorcall(take_back, arguments, 2, NULL);
+        if (taken == NULL) Py_CLEAR(result);
+        Py_XDECREF(taken);
+    }
     Py_DECREF(state);
     Py_DECREF(key);
     Py_XDECREF(call);
     Py_XDECREF(grad);
-    Py_XDECREF(stream);
-    Py_XDECREF(output);
     return result;
 }
 

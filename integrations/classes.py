@@ -16,7 +16,7 @@ import enum
 import functools
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,14 +28,17 @@ from fusedops.integrations.norms import READY, SPEC
 from fusedops.integrations.stream import (
     BLOCK,
     BlockState,
+    Key,
     ResidualStream,
-    as_tensor,
+    before_submodule,
     block_frames,
     call_norm,
     call_unhooked,
+    keys_within,
     run_block,
     run_plain_norm,
     watch_block,
+    without_streams,
 )
 
 __all__ = [
@@ -50,7 +53,9 @@ __all__ = [
 
 ORIGINAL = "__fusedops_original__"  # class attribute of a generated class: the class it stands for
 KIND = "__fusedops_kind__"
-GUARDED = "_fusedops_guarded"  # instance attribute of a submodule: keys of streams handed to it
+GUARDED = "_fusedops_guarded"
+"""Instance attribute of a guarded submodule: the keys of streams that it was handed when called.
+None where no forward that was watched has called it: another may, and hand it one."""
 
 
 class Kind(enum.Enum):
@@ -133,13 +138,16 @@ def _generate(original: Any, kind: Kind) -> type:
         return call_guard(self, *args, **kwargs)
 
     def call_guard(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        for value in args:
-            if type(value) is ResidualStream:
-                args = tuple(_outside(self, arg) for arg in args)
-                break
-        for name, value in kwargs.items():
-            if type(value) is ResidualStream:
-                kwargs[name] = _outside(self, value)
+        keys: set[Key] = set()
+        for value in (*args, *kwargs.values()):
+            if type(value) is not Tensor and value is not None:
+                keys.update(keys_within(value))
+        if keys:
+            args, kwargs = without_streams(args), without_streams(kwargs)
+        if before_submodule() or keys:
+            vars(self)[GUARDED] = keys | (vars(self).get(GUARDED) or set())
+        elif vars(self).get(GUARDED, keys) is None:
+            unguard(self)
         return original.__call__(self, *args, **kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
@@ -179,14 +187,6 @@ def _generate(original: Any, kind: Kind) -> type:
     return cls
 
 
-def _outside(module: nn.Module, value: Any) -> Any:
-    """The tensor for a stream that ``module`` is handed, which is noted."""
-    if type(value) is not ResidualStream:
-        return value
-    module.__dict__.setdefault(GUARDED, set()).add(value._key)
-    return as_tensor(value)
-
-
 def _rebuild(original: Any, kind: Kind, *args: Any) -> nn.Module:
     """Make an empty instance of a generated class; pickles and copies call this."""
     module = original.__new__(original, *args)
@@ -202,6 +202,7 @@ def watch(block: nn.Module) -> Callable[[], list[nn.Module]]:
     """Give tensors to all submodules that the block's own code hands a stream, and note these.
 
     Returns what ends it, which returns the modules that were handed one; they keep their guard.
+    So do those that the block itself may call and did not, until they are called without one.
     """
     fresh = [
         module
@@ -213,26 +214,38 @@ def watch(block: nn.Module) -> Callable[[], list[nn.Module]]:
     ]
 
     def end() -> list[nn.Module]:
+        own = set(_own_modules(block))
         for module in fresh:
-            if GUARDED not in vars(module):
+            if module in own and GUARDED not in vars(module):
+                vars(module)[GUARDED] = None
+            elif not vars(module).get(GUARDED):
                 unguard(module)
-        return [module for module in fresh if GUARDED in vars(module)]
+        return [module for module in fresh if vars(module).get(GUARDED)]
 
     return end
 
 
+def _own_modules(block: nn.Module) -> Iterator[nn.Module]:
+    """Those that no other module but a container holds for the block."""
+    for child in block.children():
+        yield child
+        if isinstance(child, _CONTAINERS):
+            yield from _own_modules(child)
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _NO_FORWARD = nn.Module.forward  # of containers, which cannot be called
 
 
 def _guard(module: nn.Module) -> bool:
-    """Put the guard on, and say whether that changed anything."""
+    """Put the guard on, and say whether that changed anything, or it was never called with it."""
     kind = type(module).__dict__.get(KIND)
     if kind not in (None, Kind.BLOCK):
-        return False
+        return vars(module).pop(GUARDED, kind) is None
     guarded = Kind.GUARD if kind is None else Kind.INNER_BLOCK
     try:
         module.__class__ = generated_class(original_class(module), guarded)
-    except TypeError:  # a class that refuses to be subclassed
+    except Exception:  # a class that refuses to be subclassed
         return False
     return True
 
@@ -242,7 +255,7 @@ def unguard_needless(state: BlockState) -> None:
     handed, state.handed = state.handed, []
     for reference in handed:
         module = reference()
-        if module is not None and not state.keys.intersection(vars(module).get(GUARDED, ())):
+        if module is not None and not state.keys.intersection(vars(module).get(GUARDED) or ()):
             unguard(module)
 
 

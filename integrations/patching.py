@@ -60,7 +60,7 @@ def _recognise(module: nn.Module, cls: type) -> NormSpec | str:
         generated_class(cls, Kind.NORM)
     except UnrecognisedNorm as error:
         return str(error)
-    except TypeError as error:
+    except Exception as error:
         return f"its class cannot be subclassed: {error}"
     return spec
 
@@ -196,7 +196,7 @@ def patch(model: nn.Module, *, fuse_residual: bool | str = True) -> PatchReport:
         norms = {module for module in model.modules() if is_patched(module)}
         norms.update(module for module, _ in changes)
         for block, outer in _plan_blocks(model, norms).items():
-            with suppress(TypeError):  # a class that refuses to be subclassed
+            with suppress(Exception):  # a class that refuses to be subclassed
                 generated_class(original_class(block), Kind.BLOCK)
                 if BLOCK not in vars(block):
                     blocks[block] = outer

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["stream_obstacle", "writes_in_place"]
+__all__ = ["instance_obstacle", "stream_obstacle", "writes_in_place"]
 
 _IN_PLACE_METHODS = frozenset(
     name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")
 )
+_WRITING_KEYWORDS = frozenset(("inplace", "out"))
 _KNOWN_ROOTS = frozenset(sys.stdlib_module_names) | {"torch", "builtins"}
 
 
@@ -38,6 +39,25 @@ def stream_obstacle(cls: type) -> str | None:
     return _Reader(cls).read_function(cls.forward)  # type: ignore[attr-defined]
 
 
+def instance_obstacle(block: torch.nn.Module) -> str | None:
+    """As `stream_obstacle`, from what the block's own code finds in the instance, not the class."""
+    cls: type = type(block)
+    reader = _Reader(cls)
+    for name in _instance_names(cls):
+        value = vars(block).get(name)
+        obstacle = reader.read_value(value) if callable(value) else None
+        if obstacle is not None:
+            return obstacle
+    return None
+
+
+@functools.cache
+def _instance_names(cls: type) -> frozenset[str]:
+    reader = _Reader(cls)
+    reader.read_function(cls.forward)  # type: ignore[attr-defined]
+    return frozenset(reader.instance_names)
+
+
 @functools.cache
 def writes_in_place(cls: type) -> bool:
     """Whether the own code of ``cls`` may change a tensor in place.
@@ -47,7 +67,12 @@ def writes_in_place(cls: type) -> bool:
     """
     reader = _Reader(cls)
     reader.read_function(cls.forward)  # type: ignore[attr-defined]
+    codes = [code for function in reader.seen for code in _nested_codes(function.__code__)]
     return any(
+        isinstance(constant, tuple) and _WRITING_KEYWORDS.intersection(constant)
+        for code in codes
+        for constant in code.co_consts  # among them the names of the keywords in its calls
+    ) or any(
         instruction.opname in ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR")
         or instruction.opname.startswith("INPLACE_")
         or (instruction.opname == "BINARY_OP" and instruction.argrepr.endswith("="))
@@ -55,8 +80,7 @@ def writes_in_place(cls: type) -> bool:
             instruction.opname in ("LOAD_ATTR", "LOAD_METHOD")
             and instruction.argval in _IN_PLACE_METHODS
         )
-        for function in reader.seen
-        for code in _nested_codes(function.__code__)
+        for code in codes
         for instruction in dis.get_instructions(code)
     )
 
@@ -67,6 +91,7 @@ class _Reader:
     def __init__(self, owner: type) -> None:
         self.owner = owner
         self.seen: set[types.FunctionType] = set()
+        self.instance_names: set[str] = set()  # attributes of self that its class does not have
 
     def read_function(self, function: Any) -> str | None:
         function = inspect.unwrap(function)
@@ -81,6 +106,7 @@ class _Reader:
 
     def read_code(self, code: types.CodeType, function: types.FunctionType) -> str | None:
         closure = _closure(function)
+        own_names = {"self", *function.__code__.co_varnames[:1]}
         unknown = object()
         value: Any = unknown  # what the instruction before has put on the stack, where known
         for instruction in dis.get_instructions(code):
@@ -94,6 +120,8 @@ class _Reader:
                     return f"names {name!r} in its own code"
                 if value is self.owner:
                     value = inspect.getattr_static(self.owner, name, unknown)
+                    if value is unknown:
+                        self.instance_names.add(name)
                 elif isinstance(value, types.ModuleType | type):
                     # Not getattr: what is not there yet may be loaded, or fail, on the way.
                     value = inspect.getattr_static(value, name, unknown)
@@ -102,10 +130,10 @@ class _Reader:
             elif operation in ("LOAD_GLOBAL", "LOAD_NAME"):
                 value = function.__globals__.get(name, unknown)
             elif operation in ("LOAD_DEREF", "LOAD_CLOSURE"):
-                value = closure.get(name, unknown)
+                value = closure.get(name, self.owner if name in own_names else unknown)
             elif operation.startswith("LOAD_FAST"):
                 last = name[-1] if isinstance(name, tuple) else name
-                value = self.owner if last == "self" else unknown
+                value = self.owner if last in own_names else unknown
             else:
                 value = unknown
             obstacle = None if value is unknown else self.read_value(value)
@@ -120,12 +148,24 @@ class _Reader:
             value = value.fget
         if isinstance(value, functools.partial):
             value = value.func
+        if isinstance(value, types.MethodType):
+            if isinstance(value.__self__, type) and self.read_value(value.__self__) is not None:
+                return self.read_value(value.__self__)
+            value = value.__func__
         if value is Tensor or value is torch.nn.Parameter or value is torch.is_tensor:
             return "asks whether something is a tensor"
+        if value is torch.as_tensor or value is torch.asarray:
+            return f"names torch.{value.__name__}"  # they take it for a sequence
         if isinstance(value, type) and issubclass(value, torch.autograd.Function):
             return f"names the autograd Function {value.__name__}"
         if isinstance(value, torch.jit.ScriptFunction | torch.jit.ScriptModule):
             return "names a TorchScript function"
+        if isinstance(value, torch.nn.Module):
+            return "calls a module that is none of its submodules"
+        if not isinstance(value, type) and isinstance(
+            call := inspect.getattr_static(type(value), "__call__", None), types.FunctionType
+        ):
+            value = call
         if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
             return None
         root = (value.__module__ or "builtins").partition(".")[0]

@@ -17,12 +17,15 @@ the first forward of a block it is noted which of its submodules are handed a st
 tensor ever after, before their hooks see it.
 """
 
+import dataclasses
+import gc
 import sys
 import threading
+import types
 import weakref
-from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -40,19 +43,22 @@ from fusedops.integrations.norms import (
     run_norm,
 )
 from fusedops.integrations.recognition import NormSpec
-from fusedops.integrations.screening import stream_obstacle, writes_in_place
+from fusedops.integrations.screening import instance_obstacle, stream_obstacle, writes_in_place
 
 __all__ = [
     "BLOCK",
     "BlockState",
+    "Key",
     "ResidualStream",
-    "as_tensor",
+    "before_submodule",
     "block_frames",
     "call_norm",
     "call_unhooked",
+    "keys_within",
     "run_block",
     "run_plain_norm",
     "watch_block",
+    "without_streams",
 ]
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -260,6 +266,7 @@ class _Slot(threading.local):
     """At most one exit or hand-over a thread: the next call of any patched norm takes it away."""
 
     held: _Exit | _HandOver | None = None
+    watched: _Call | None = None  # the innermost call whose submodules are watched
 
 
 _slot = _Slot()
@@ -387,7 +394,7 @@ class ResidualStream:
             if type(second) is ResidualStream and type(first) is not ResidualStream:
                 return second.__radd__(first)
             return first.__add__(second)
-        return func(*_without_streams(args), **_without_streams(kwargs or {}))
+        return func(*without_streams(args), **without_streams(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(as_tensor(self), name)
@@ -456,7 +463,7 @@ def _forwarding(name: str) -> Callable:
     operation = getattr(Tensor, name)
 
     def method(self: ResidualStream, *args: Any) -> Any:
-        return operation(as_tensor(self), *_without_streams(args))
+        return operation(as_tensor(self), *without_streams(args))
 
     return method
 
@@ -465,7 +472,7 @@ def _forwarding_in_place(name: str) -> Callable:
     operation = getattr(Tensor, name)
 
     def method(self: ResidualStream, *args: Any) -> Any:
-        result = operation(as_tensor(self), *_without_streams(args))
+        result = operation(as_tensor(self), *without_streams(args))
         # The tensor was changed, for all who hold it; the stream goes on standing for it.
         return self if result is self._base else result
 
@@ -506,7 +513,12 @@ def as_tensor(stream: ResidualStream) -> Tensor:
 def _reshape(stream: ResidualStream, shape: Any, name: str) -> Any:
     """A pending sum as rows in another arrangement stays pending; the rest is the tensor's."""
     base, delta = stream._base, stream._delta
-    if delta is not None and base.is_contiguous() and delta.is_contiguous():
+    if (
+        delta is not None
+        and base.is_contiguous()
+        and delta.is_contiguous()
+        and not (stream._grad and _is_inference_mode())
+    ):
         with torch.set_grad_enabled(stream._grad):
             new_base = getattr(base, name)(*shape)
             if new_base.dtype is base.dtype and new_base.shape[-1:] == base.shape[-1:]:
@@ -524,11 +536,11 @@ def _finish(stream: ResidualStream, reason: str) -> Tensor:
     base, delta = stream._base, stream._delta
     assert delta is not None
     _check_versions(stream)
-    with (
-        torch.set_grad_enabled(stream._grad)
-        if _is_grad_enabled() is not stream._grad
-        else nullcontext()
-    ):
+    with ExitStack() as modes:
+        if stream._grad and _is_inference_mode():
+            modes.enter_context(torch.inference_mode(False))
+        if _is_grad_enabled() is not stream._grad:
+            modes.enter_context(torch.set_grad_enabled(stream._grad))
         summed = delta + base if stream._delta_first else base + delta
     _settle(stream, summed)
     stream._call.state.plain[reason] += 1
@@ -568,24 +580,83 @@ def _refuse_functions(state: BlockState) -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def _without_streams(value: Any) -> Any:
-    """``value`` with tensors for the streams in it, looking into lists, tuples and dicts.
+def without_streams(value: Any, depth: int = 4) -> Any:
+    """``value`` with tensors for the streams in it, looking into containers and dataclasses.
 
-    Where there is no stream, the same object.
+    Where there is no stream, the same object. Lists, tuples and dicts with one are made anew; what
+    models return, dicts of other classes and dataclasses, is changed.
     """
+    if type(value) is Tensor or value is None:
+        return value
     if type(value) is ResidualStream:
         return as_tensor(value)
+    if depth == 0:
+        return value
+    depth -= 1
     if isinstance(value, tuple) or type(value) is list:
-        items = [_without_streams(item) for item in value]
+        items = [without_streams(item, depth) for item in value]
         if all(one is other for one, other in zip(items, value, strict=True)):
             return value
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return type(value)(items)
-    if type(value) is dict:
-        new = {key: _without_streams(item) for key, item in value.items()}
-        return new if any(new[key] is not item for key, item in value.items()) else value
+    if isinstance(value, dict):
+        new = {key: without_streams(item, depth) for key, item in value.items()}
+        changed = {key: item for key, item in new.items() if item is not value[key]}
+        if not changed:
+            return value
+        if type(value) is dict:
+            return new
+        for key, item in changed.items():
+            value[key] = item
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for name in value.__dataclass_fields__:
+            item = getattr(value, name, None)
+            if (new_item := without_streams(item, depth)) is not item:
+                object.__setattr__(value, name, new_item)  # also where it is frozen
     return value
+
+
+def keys_within(value: Any, depth: int = 4) -> Iterator[Key]:
+    """Where the streams come from that `without_streams` finds."""
+    items: Any = ()
+    if type(value) is ResidualStream:
+        yield value._key
+    elif isinstance(value, tuple) or type(value) is list:
+        items = value
+    elif isinstance(value, dict):
+        items = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, name, None) for name in value.__dataclass_fields__]
+    if depth > 0:
+        for item in items:
+            yield from keys_within(item, depth - 1)
+
+
+def _take_back(state: BlockState, call: _Call) -> None:
+    """A block's own code has kept streams of a call that has ended.
+
+    They are exchanged for tensors, where that can be done, and the block gets no more streams.
+    """
+    kept = tuple(item for item in gc.get_referrers(call) if type(item) is ResidualStream)
+    if kept:
+        state.obstacle = "keeps its hidden states"
+    for stream in kept:
+        tensor = as_tensor(stream)
+        for holder in gc.get_referrers(stream):
+            if isinstance(holder, list | deque):
+                places: Any = enumerate(list(holder))
+            elif isinstance(holder, dict):
+                places = list(holder.items())
+            elif isinstance(holder, types.CellType):
+                holder.cell_contents = tensor
+                continue
+            else:
+                holder = getattr(holder, "__dict__", {})
+                places = list(holder.items())
+            for place, item in places:
+                if item is stream:
+                    holder[place] = tensor
 
 
 # --- norms -------------------------------------------------------------------------------------
@@ -761,6 +832,9 @@ def watch_block(
     It is seen which arguments become the base of an add that a norm reads, and which submodules
     are handed streams. See ``watch`` in `fusedops.integrations.classes`.
     """
+    state.obstacle = instance_obstacle(block)
+    if state.obstacle is not None:
+        return forward(block, *args, **kwargs)
     keys = tuple(
         key
         for key, value in (*enumerate(args), *kwargs.items())
@@ -798,7 +872,7 @@ def run_block(
             if not _may_stream(state, value):
                 break
             call = _Call(state, watch is not None)
-            args = list(args)
+            args, kwargs = list(args), dict(kwargs)
         stream = ResidualStream(value, call, key, _is_grad_enabled())
         if type(key) is str:
             kwargs[key] = stream
@@ -814,7 +888,9 @@ def run_block(
         or (state.outer and any(module._forward_pre_hooks for module in state.around()))
     ):
         _drop_held()  # a hook has seen the block's input, and may have changed it unnoticed
-    unwatch = None if watch is None else watch(block)
+    unwatch = None
+    if watch is not None:
+        unwatch, outer, _slot.watched = watch(block), _slot.watched, call
     try:
         output = _leave_block(block, call, forward(block, *args, **kwargs))
     except BaseException:
@@ -823,9 +899,29 @@ def run_block(
     finally:
         call.state = _closed
         if unwatch is not None:
+            _slot.watched = outer
             state.handed.extend(map(weakref.ref, unwatch()))
     state.calls += 1
+    del stream, args, kwargs
+    if sys.getrefcount(call) > 2:
+        _take_back(state, call)
     return output
+
+
+def before_submodule() -> bool:
+    """A submodule is to be called that is no patched norm; says whether that is watched.
+
+    It may write to the branch of an add that is pending, which inference tensors do not tell.
+    """
+    call = _slot.watched
+    if call is None:
+        return False
+    pending = call.pending
+    if pending is not None:
+        call.state.writes = True
+        if pending._versions is None:
+            _finish(pending, "a submodule was called before a norm read the sum")
+    return True
 
 
 def _is_small(x: Tensor, min_elements: int) -> bool:
@@ -842,9 +938,9 @@ def _leave_block(block: nn.Module, call: _Call, output: Any) -> Any:
     if type(output) is ResidualStream:
         output = _leave_stream(block, output)
     elif type(output) is tuple and output and type(output[0]) is ResidualStream:
-        output = (_leave_stream(block, output[0]), *map(_outside, output[1:]))
+        output = (_leave_stream(block, output[0]), *map(without_streams, output[1:]))
     else:
-        output = _outside(output)
+        output = without_streams(output)
     if call.pending is not None:
         _finish(call.pending, "the block did not return the sum")
     return output
@@ -860,24 +956,6 @@ def _may_stream(state: BlockState, x: Tensor) -> bool:
         and _jit_trace() is None
         and not (state.writes and _is_inference_mode())
     )
-
-
-def _outside(value: Any) -> Any:
-    """As `_without_streams`, also into the dicts and dataclasses that blocks return."""
-    if type(value) is Tensor or value is None:
-        return value
-    if isinstance(value, dict) and type(value) is not dict:
-        for key, item in value.items():
-            if (outside := _outside(item)) is not item:
-                value[key] = outside
-        return value
-    if hasattr(value, "__dataclass_fields__"):
-        for key in value.__dataclass_fields__:
-            item = getattr(value, key)
-            if (outside := _outside(item)) is not item:
-                setattr(value, key, outside)
-        return value
-    return _without_streams(value)
 
 
 def _leave_stream(block: nn.Module, stream: ResidualStream) -> Tensor:
@@ -1002,6 +1080,7 @@ direct.ask(
     saves_are_watched=_saves_are_watched,
     slot=_slot,
     stream_type=ResidualStream,
+    take_back=_take_back,
     tensor_type=Tensor,
     torch_function_in_python=ResidualStream.__torch_function__,
     transforms=_transforms,

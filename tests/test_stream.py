@@ -6,13 +6,16 @@ patched model is compared with the same model whose norms alone are patched wher
 with the unpatched one where they need not.
 """
 
+import collections
 import copy
+import dataclasses
 import functools
 import gc
 import io
 import pickle
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +33,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.utils import ModelOutput
 
 from fusedops import direct, dispatch
 from fusedops.integrations import classes, norms, patch, stream, unpatch
@@ -825,18 +829,19 @@ def test_screening_does_not_stumble() -> None:
     assert stream_obstacle(make()) is None
 
 
-def test_a_class_that_cannot_be_subclassed_is_left_alone() -> None:
+@pytest.mark.parametrize("error", [TypeError, ValueError])  # the latter from a registry, say
+def test_a_class_that_cannot_be_subclassed_is_left_alone(error: type[Exception]) -> None:
     class Final(Block):
         def __init_subclass__(cls, **kwargs: Any) -> None:
-            raise TypeError("final")
+            raise error("final")
 
     class FinalNorm(nn.LayerNorm):
         def __init_subclass__(cls, **kwargs: Any) -> None:
-            raise TypeError("final")
+            raise error("final")
 
     class FinalLinear(nn.Linear):
         def __init_subclass__(cls, **kwargs: Any) -> None:
-            raise TypeError("final")
+            raise error("final")
 
     model, x = Net(Final), rows()
     model.layers[0].norm1 = FinalNorm(SIZE)
@@ -1937,6 +1942,243 @@ def test_in_c_nothing_leaks(request: pytest.FixtureRequest) -> None:
     assert max(now - then for now, then in zip(after, before, strict=True)) < 100
     assert alive() - objects < 100
     assert report.fused[0].across > 900
+
+
+# --- what leaves a block, and what its own code does -------------------------------------------
+
+
+@dataclasses.dataclass
+class Output(ModelOutput):
+    h: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    h: Any
+
+
+WRAPPED: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda h: (h * 1, h),
+    "list": lambda h: [h],
+    "dict": lambda h: {"h": h},
+    "output": lambda h: Output(h=h),
+    "frozen": Frozen,
+    "output in a tuple": lambda h: (Output(h=h),),
+    "output in a dict": lambda h: {"output": Output(h=h)},
+    "frozen beside the sum": lambda h: (h, Frozen(h)),
+}
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "object": lambda h: types.SimpleNamespace(h=h),
+    "deque": lambda h: collections.deque([h]),
+}
+
+
+def innermost(value: Any) -> Any:
+    """The last thing in a container or an object that is neither."""
+    while not isinstance(value, Tensor | ResidualStream):
+        if isinstance(value, dict):
+            value = list(value.values())
+        value = value[-1] if hasattr(value, "__getitem__") else value.h
+    return value
+
+
+@pytest.mark.parametrize("how", WRAPPED | KEPT)
+def test_whatever_a_block_returns_holds_tensors(how: str) -> None:
+    class Returns(Block):
+        def forward(self, x: Tensor) -> Any:
+            return (WRAPPED | KEPT)[how](super().forward(x))
+
+    class Unwraps(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = innermost(layer(x))
+                assert type(x) is Tensor
+            return self.norm(x)
+
+    assert_same(Unwraps(Returns), rows(), warm=3)
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_submodules_are_handed_tensors_in_containers(how: str) -> None:
+    class Looks(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            found = innermost([*args, *kwargs.values()])
+            assert type(found) is Tensor
+            return 2 * found
+
+    class Hands(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.look = Looks()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x + self.mix(self.norm1(x))
+            wrap = WRAPPED[how]
+            return self.look(wrap(h)) + self.mlp(self.norm2(h)) + self.look(h=wrap(x))
+
+    assert_same(Net(Hands), rows())
+
+
+def test_a_submodule_that_only_a_later_forward_calls_is_handed_tensors() -> None:
+    class Branches(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ways = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(3))
+
+        def forward(self, x: Tensor, way: int) -> Tensor:
+            h = x + self.mix(self.norm1(x))
+            return h + self.mlp(self.norm2(h)) + self.ways[way](h if way < 2 else self.norm2(h))
+
+    block, x, seen = Branches(), rows(), []
+    for linear in block.ways:
+        linear.register_forward_pre_hook(lambda _, args: seen.append(type(args[0])))
+    model = nn.ModuleList([block])
+    with torch.no_grad():
+        expected = [block(x, way) for way in range(3)]
+        patch(model)
+        for way in (0, 0, 0, 1, 2, 2, 0, 1, 2):
+            torch.testing.assert_close(block(x, way), expected[way], rtol=1e-5, atol=1e-5)
+    assert set(seen) == {Tensor}
+    assert type(block.ways[2]) is nn.Linear  # was never handed one
+    unpatch(model)
+    assert {type(linear) for linear in block.ways} == {nn.Linear}
+
+
+@pytest.mark.parametrize("how", ["list", "dict", "deque", "object", "closure"])
+def test_hidden_states_that_a_block_keeps_are_tensors(how: str) -> None:
+    kept: dict[str, Any] = {"list": [], "dict": {}, "deque": collections.deque(), "closure": []}
+    kept["object"] = types.SimpleNamespace()
+
+    class Keeps(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x + self.mix(self.norm1(x))
+            if how in ("list", "deque"):
+                kept[how].extend((x, h))
+            elif how == "dict":
+                kept[how].update(x=x, h=h)
+            elif how == "object":
+                setattr(kept[how], "h", h)  # noqa: B010
+            else:
+                kept[how].append(lambda: h)
+            return h + self.mlp(self.norm2(h))
+
+    model, x = Net(Keeps), rows()
+    with torch.no_grad():
+        expected = model(x)
+        report = patch(model)
+        for _ in range(3):
+            torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+            values = kept[how]
+            if how == "dict":
+                values = values.values()
+            elif how == "object":
+                values = [values.h]
+            elif how == "closure":
+                values = [function() for function in values]
+            assert {type(value) for value in values} == {Tensor}
+    assert "keeps its hidden states" in report.fused[0].note
+
+
+class Negates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return -dy
+
+
+class CallsNegates:
+    def __call__(self, x: Tensor) -> Tensor:
+        return Negates.apply(x)
+
+
+negates = Negates.apply
+INSTANCE_FUNCTIONS = {
+    "apply": (lambda: Negates.apply, "names the autograd Function Negates"),
+    "lambda": (lambda: lambda x: Negates.apply(x), "names the autograd Function Negates"),
+    "global": (lambda: lambda x: negates(x), "names the autograd Function Negates"),
+    "partial": (lambda: functools.partial(negates), "names the autograd Function Negates"),
+    "object": (CallsNegates, "names the autograd Function Negates"),
+    "asks": (
+        lambda: lambda x: 2 * x if isinstance(x, Tensor) else x,
+        "asks whether something is a tensor",
+    ),
+    "as_tensor": (lambda: torch.as_tensor, "names torch.as_tensor"),
+    "compiled": (
+        lambda: torch.compile(lambda x: 2 * x, backend="eager"),
+        "names a compiled function",
+    ),
+    "module": (lambda: {"hidden": nn.Linear(SIZE, SIZE)}, "none of its submodules"),
+}
+
+
+@pytest.mark.parametrize("how", INSTANCE_FUNCTIONS)
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch.compile's
+def test_functions_that_a_block_holds_are_screened(how: str) -> None:
+    make, note = INSTANCE_FUNCTIONS[how]
+
+    class Holds(Block):
+        def __init__(block) -> None:  # "self" is only a custom
+            super().__init__()
+            made = make()
+            vars(block)["function"] = made["hidden"] if isinstance(made, dict) else made
+
+        def forward(block, x: Tensor) -> Tensor:
+            h = block.function(x + block.mix(block.norm1(x)))
+            return h + block.mlp(block.norm2(h))
+
+    model, x = Net(Holds), rows()
+    expected = gradients(model, x)
+    report = patch(model)
+    for _ in range(3):
+        for one, other in zip(gradients(model, x), expected, strict=True):
+            assert torch.allclose(one, other, atol=1e-6, rtol=1e-4)
+    assert note in report.fused[0].note
+
+
+@pytest.mark.parametrize("how", ["submodule", "keyword"])
+def test_a_branch_changed_under_inference_mode(how: str) -> None:
+    """Inference tensors do not tell that they were changed."""
+
+    class Changes(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            branch = self.mix(self.norm1(x))
+            h = x + branch
+            if how == "submodule":
+                z = self.act(branch)
+            else:
+                z = nn.functional.relu(branch, inplace=True)
+            return z + self.mlp(self.norm2(h))
+
+    model, x = Net(Changes), rows()
+    with torch.inference_mode():
+        expected = model(x)
+        patch(model)
+        for _ in range(3):
+            torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_first_read_in_inference_mode_keeps_its_gradient() -> None:
+    class Measures(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            h = x + self.mix(self.norm1(x))
+            with torch.inference_mode():
+                self.norm2(h)
+                h.view(-1, SIZE).mean().item()
+            return h + self.mlp(self.norm2(h))
+
+    model, x = Net(Measures), rows()
+    expected = gradients(model, x)
+    patch(model)
+    for _ in range(3):
+        for one, other in zip(gradients(model, x), expected, strict=True):
+            assert torch.allclose(one, other, atol=1e-6, rtol=1e-4)
 
 
 # --- when it pays ------------------------------------------------------------------------------
