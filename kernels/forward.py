@@ -26,6 +26,7 @@ import triton.language as tl
 
 from fusedops.kernels.arithmetic import (
     divide,
+    divide_by,
     opaque,
     reciprocal_root,
     round_to,
@@ -86,7 +87,7 @@ def merge_moments(means, m2s, N_COLS: tl.constexpr, SLICE_COLS: tl.constexpr):
     counts = tl.minimum(tl.maximum(N_COLS - indices * SLICE_COLS, 0), SLICE_COLS).to(tl.float32)
     first = tl.sum(tl.where(indices == 0, means, 0.0), axis=0, keep_dims=True)
     shift = tl.sum((means - first) * counts, axis=0, keep_dims=True)
-    mean = first + divide(shift, tl.cast(N_COLS, tl.float32))
+    mean = first + divide_by(shift, N_COLS)
     deviations = means - mean
     return mean, tl.sum(m2s + counts * deviations * deviations, axis=0, keep_dims=True)
 
@@ -136,9 +137,8 @@ def norm_forward_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     if N_SLICES == 1:
         rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        slice_mask = rows < n_rows  # rows whose statistics this program stores
-        row_mask = slice_mask
-        count = tl.cast(N_COLS, ACC)
+        row_mask = (rows < n_rows) if BLOCK_ROWS > 1 else tl.full((1,), True, tl.int1)
+        slice_mask = row_mask  # rows whose statistics this program stores
         end = N_COLS
     else:
         ticket = take_ticket(exchange_ptr)
@@ -149,7 +149,7 @@ def norm_forward_kernel(
         slice_mask = row_mask & (index == 0)
         cols += index * SLICE_COLS
         end = tl.minimum((index + 1) * SLICE_COLS, N_COLS)
-        count = (end - index * SLICE_COLS).to(ACC)
+        count = (end - index * SLICE_COLS).to(tl.float32)
     col_mask = (cols < end) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
     mask = row_mask[:, None] & col_mask[None, :]
 
@@ -170,23 +170,25 @@ def norm_forward_kernel(
         s = stored.to(ACC)
 
     if CENTERED:
-        mean = divide(tl.sum(s, axis=1), count)
+        total = tl.sum(s, axis=1)
+        mean = divide_by(total, N_COLS) if N_SLICES == 1 else divide(total, count)
         deviation = again(s, stored, PACKED) - mean[:, None]
         if MASKED:
-            deviation = tl.where(mask, deviation, 0.0)
+            deviation = tl.where(col_mask[None, :], deviation, 0.0)
         deviation_sum, m2 = sum_both(deviation, deviation * deviation)
-        correction = divide(deviation_sum, count)
+        if N_SLICES == 1:
+            correction = divide_by(deviation_sum, N_COLS)
+        else:
+            correction = divide(deviation_sum, count)
         m2 -= deviation_sum * correction
         mean += correction
         if N_SLICES > 1:
             send(exchange_ptr, rows, index, mean, m2, row_mask, N_SLICES)
             means, m2s = receive(*look(exchange_ptr, row, True, N_SLICES))
             mean, m2 = merge_moments(means, m2s, N_COLS, SLICE_COLS)
-        variance = divide(m2, tl.cast(N_COLS, ACC))
+        variance = divide_by(m2, N_COLS)
         variance = tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL)
         s = again(s, stored, PACKED) - mean[:, None]
-        if MASKED:
-            s = tl.where(mask, s, 0.0)
         if mean_ptr is not None:
             tl.store(mean_ptr + rows, mean, mask=slice_mask)
     else:
@@ -195,7 +197,7 @@ def norm_forward_kernel(
             send(exchange_ptr, rows, index, squares, squares, row_mask, N_SLICES)
             squares, _ = receive(*look(exchange_ptr, row, True, N_SLICES))
             squares = tl.sum(squares, axis=0, keep_dims=True)
-        variance = divide(squares, tl.cast(N_COLS, ACC))
+        variance = divide_by(squares, N_COLS)
         s = again(s, stored, PACKED)
     rstd = reciprocal_root(variance, eps)  # eps inside the root: PyTorch's convention
     if rstd_ptr is not None:
@@ -287,13 +289,12 @@ def norm_forward_looped_kernel(
         else:
             squares += s * s
 
-    count = tl.cast(N_COLS, ACC)
     if CENTERED:
-        variance = tl.maximum(divide(m2, count), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        variance = tl.maximum(divide_by(m2, N_COLS), 0.0, propagate_nan=tl.PropagateNan.ALL)
         if mean_ptr is not None:
             tl.store(mean_ptr + row + tl.arange(0, 1), mean)
     else:
-        variance = divide(tl.sum(squares, axis=1), count)
+        variance = divide_by(tl.sum(squares, axis=1), N_COLS)
     rstd = reciprocal_root(variance, eps)  # eps inside the root: PyTorch's convention
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row + tl.arange(0, 1), rstd)
