@@ -18,8 +18,9 @@ program into one row of ``dweight_partial_ptr`` / ``dbias_partial_ptr`` (n_progr
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fusedops.kernels.arithmetic import divide, opaque, round_to, row_offsets, sum_both
+from fusedops.kernels.arithmetic import divide_by, opaque, round_to, row_offsets, sum_both
 from fusedops.kernels.exchange import look, receive, send, take_ticket
 
 __all__ = [
@@ -47,7 +48,10 @@ def as_factor(weight, ACC, WEIGHT_OFFSET):
 
 @triton.jit
 def normalised(s, mean, rstd, mask, ACC, CENTERED: tl.constexpr, MASKED: tl.constexpr):
-    """x_hat in the accumulation dtype, zero beyond the row."""
+    """x_hat in the accumulation dtype, zero beyond the row, whose columns ``mask`` tells.
+
+    What is no row at all was loaded as zeros.
+    """
     x_hat = s.to(ACC)
     if CENTERED:
         x_hat -= mean
@@ -83,6 +87,7 @@ def norm_backward_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     PACKED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Persistent: each program walks over tiles of BLOCK_ROWS whole rows, a grid apart.
 
@@ -95,7 +100,7 @@ def norm_backward_kernel(
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_SIZE)
     col_mask = (cols < N_COLS) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
-    count = tl.cast(N_COLS, ACC)
+    columns = col_mask[None, :]
     if weight_ptr is not None:
         stored_weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
         weight = as_factor(stored_weight, ACC, WEIGHT_OFFSET)
@@ -107,8 +112,8 @@ def norm_backward_kernel(
     n_tiles = (n_rows - 1) // BLOCK_ROWS + 1  # unlike tl.cdiv, cannot overflow
     for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=NUM_STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        row_mask = rows < n_rows
-        mask = row_mask[:, None] & col_mask[None, :]
+        row_mask = (rows < n_rows) if BLOCK_ROWS > 1 else tl.full((1,), True, tl.int1)
+        mask = row_mask[:, None] & columns
         s_offsets = row_offsets(rows, n_inner, s_outer_stride, s_row_stride)
         dy_offsets = row_offsets(rows, n_inner, dy_outer_stride, dy_row_stride)
         s = tl.load(s_ptr + s_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
@@ -117,7 +122,7 @@ def norm_backward_kernel(
         mean = 0.0
         if CENTERED:
             mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        x_hat = normalised(s, mean, rstd, mask, ACC, CENTERED, MASKED)
+        x_hat = normalised(s, mean, rstd, columns, ACC, CENTERED, MASKED)
         g = dy.to(ACC)
         if dweight_partial_ptr is not None:
             dweight += g * x_hat
@@ -128,19 +133,17 @@ def norm_backward_kernel(
                 g *= weight
             if CENTERED:
                 gx_sum, g_sum = sum_both(g * x_hat, g)
-                g_mean = divide(g_sum, count)[:, None]
+                g_mean = divide_by(g_sum, N_COLS)[:, None]
             else:
                 gx_sum = tl.sum(g * x_hat, axis=1)
-            gx_mean = divide(gx_sum, count)[:, None]
+            gx_mean = divide_by(gx_sum, N_COLS)[:, None]
             if PACKED:
-                x_hat = normalised(opaque(s), mean, rstd, mask, ACC, CENTERED, MASKED)
+                x_hat = normalised(opaque(s), mean, rstd, columns, ACC, CENTERED, MASKED)
                 g = opaque(dy).to(ACC)
                 if weight_ptr is not None:
                     g *= as_factor(opaque(stored_weight), ACC, WEIGHT_OFFSET)
             ds = g - x_hat * gx_mean
-            if CENTERED:
-                ds -= g_mean
-            ds *= rstd
+            ds = (ds * rstd - g_mean * rstd) if CENTERED else ds * rstd
             if dsum_ptr is not None:
                 dsum_offsets = row_offsets(rows, n_inner, dsum_outer_stride, dsum_row_stride)
                 ds += tl.load(
@@ -149,6 +152,8 @@ def norm_backward_kernel(
             ds_offsets = (rows * ds_row_stride)[:, None] + cols[None, :]
             tl.store(ds_ptr + ds_offsets, round_to(ds, ds_ptr.dtype.element_ty), mask=mask)
 
+    if OVERLAPPED:
+        gdc_launch_dependents()
     partial_offsets = pid.to(tl.int64) * N_COLS + cols
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_offsets, tl.sum(dweight, axis=0), mask=col_mask)
@@ -193,6 +198,7 @@ def norm_backward_sliced_kernel(
     BLOCK_SIZE: tl.constexpr,
     SLICE_COLS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Persistent, for rows whose weight gradients do not fit one program's registers (not fp64).
 
@@ -215,9 +221,10 @@ def norm_backward_sliced_kernel(
     else:
         col_mask = tl.full((BLOCK_SIZE,), True, tl.int1)
     mask = col_mask[None, :]
-    count = tl.cast(N_COLS, tl.float32)
     if weight_ptr is not None:
-        stored_weight = tl.load(weight_ptr + cols, mask=col_mask, other=1.0)
+        weight = as_factor(
+            tl.load(weight_ptr + cols, mask=col_mask, other=1.0), tl.float32, WEIGHT_OFFSET
+        )
     if dweight_partial_ptr is not None:
         dweight = tl.zeros((1, BLOCK_SIZE), dtype=tl.float32)
     if dbias_partial_ptr is not None:
@@ -243,7 +250,7 @@ def norm_backward_sliced_kernel(
         if CENTERED:
             next_mean = tl.load(mean_ptr + next_row, mask=there, other=0.0)
 
-        x_hat = normalised(next_s, next_mean, next_rstd, mask & there, tl.float32, CENTERED, MASKED)
+        x_hat = normalised(next_s, next_mean, next_rstd, mask, tl.float32, CENTERED, MASKED)
         g = next_dy.to(tl.float32)
         if dweight_partial_ptr is not None:
             dweight += g * x_hat
@@ -251,7 +258,7 @@ def norm_backward_sliced_kernel(
             dbias += g
         if ds_ptr is not None:
             if weight_ptr is not None:
-                g *= as_factor(opaque(stored_weight), tl.float32, WEIGHT_OFFSET)
+                g *= weight
             if CENTERED:
                 gx_sum, g_sum = sum_both(g * x_hat, g)
             else:
@@ -274,12 +281,14 @@ def norm_backward_sliced_kernel(
             gx_sums, g_sums = receive(slots, expected, seen)
             ds = dy.to(tl.float32)
             if weight_ptr is not None:
-                ds *= as_factor(opaque(stored_weight), tl.float32, WEIGHT_OFFSET)
-            x_hat = normalised(s, mean, rstd, mask, tl.float32, CENTERED, MASKED)
-            ds -= x_hat * divide(tl.sum(gx_sums, axis=0), count)
+                ds *= weight
+            s = s.to(tl.float32)
             if CENTERED:
-                ds -= divide(tl.sum(g_sums, axis=0), count)
+                s -= mean
+            ds -= s * (rstd * divide_by(tl.sum(gx_sums, axis=0), N_COLS))
             ds *= rstd
+            if CENTERED:
+                ds -= rstd * divide_by(tl.sum(g_sums, axis=0), N_COLS)
             if dsum_ptr is not None:
                 ds += dsum.to(tl.float32)
             tl.store(
@@ -288,6 +297,8 @@ def norm_backward_sliced_kernel(
                 mask=here,
             )
 
+    if OVERLAPPED:
+        gdc_launch_dependents()
     partial_offsets = first * N_COLS + cols
     if dweight_partial_ptr is not None:
         tl.store(dweight_partial_ptr + partial_offsets, tl.sum(dweight, axis=0), mask=col_mask)
@@ -348,9 +359,8 @@ def norm_backward_looped_kernel(
             s = tl.where(mask, s - mean, 0.0)
             g_sum += g
         gx_sum += g * (s * rstd)
-    count = tl.cast(N_COLS, ACC)
-    gx_mean = divide(tl.sum(gx_sum, axis=1), count)[:, None]
-    g_mean = divide(tl.sum(g_sum, axis=1), count)[:, None]
+    gx_mean = divide_by(tl.sum(gx_sum, axis=1), N_COLS)[:, None]
+    g_mean = divide_by(tl.sum(g_sum, axis=1), N_COLS)[:, None]
 
     for start in range(0, N_COLS, BLOCK_SIZE):
         cols = start + tl.arange(0, BLOCK_SIZE)
@@ -449,9 +459,20 @@ def reduce_partials_kernel(
     n_cols,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    """dweight and dbias (n_cols,) in their own dtype, from the programs' partial sums."""
-    if dweight_partial_ptr is not None:
+    """dweight and dbias (n_cols,) in their own dtype, from the programs' partial sums.
+
+    The grid is (column blocks, gradients that are wanted). OVERLAPPED: it was started before the
+    kernel that makes the partial sums is done, so that its launch takes no time of its own.
+    """
+    if OVERLAPPED:
+        gdc_wait()
+    if dbias_partial_ptr is None:
         sum_partials(dweight_partial_ptr, dweight_ptr, n_partials, n_cols, BLOCK_ROWS, BLOCK_SIZE)
-    if dbias_partial_ptr is not None:
+    elif dweight_partial_ptr is None:
+        sum_partials(dbias_partial_ptr, dbias_ptr, n_partials, n_cols, BLOCK_ROWS, BLOCK_SIZE)
+    elif tl.program_id(1) == 0:
+        sum_partials(dweight_partial_ptr, dweight_ptr, n_partials, n_cols, BLOCK_ROWS, BLOCK_SIZE)
+    else:
         sum_partials(dbias_partial_ptr, dbias_ptr, n_partials, n_cols, BLOCK_ROWS, BLOCK_SIZE)

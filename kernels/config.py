@@ -75,36 +75,36 @@ FORWARD_RMS = {
     32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_LAYER = {
-    64: (32, 4, ""), 128: (8, 2, ""), 256: (4, 1, ""), 512: (2, 1, ""), 1024: (1, 1, "wp"),
-    2048: (1, 2, "wp"), 4096: (1, 4, "wp"), 8192: (1, 8, ""), 16384: (1, 8, "p"),
+    64: (16, 1, ""), 128: (8, 1, ""), 256: (4, 1, "p"), 512: (2, 1, "p"), 1024: (1, 2, "p"),
+    2048: (1, 2, "wp"), 4096: (1, 4, "wp"), 8192: (1, 8, ""), 16384: (1, 8, ""),
     32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_ADD_RMS = {
     64: (16, 4, "wp"), 128: (8, 4, "wp"), 256: (4, 4, "wp"), 512: (2, 4, "wp"), 1024: (1, 4, "w"),
-    2048: (1, 4, "w"), 4096: (1, 16, "w"), 8192: (1, 16, "w"), 16384: (1, 32, ""),
+    2048: (1, 4, "w"), 4096: (1, 16, "w"), 8192: (1, 16, "w"), 16384: (1, 32, "w"),
     32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_ADD_LAYER = {
     64: (16, 4, "p"), 128: (16, 8, "wp"), 256: (4, 4, ""), 512: (2, 4, "p"), 1024: (1, 2, "w"),
-    2048: (1, 4, "w"), 4096: (1, 8, "w"), 8192: (1, 16, ""), 16384: (1, 8, "p"),
+    2048: (1, 4, "w"), 4096: (1, 16, "w"), 8192: (1, 16, "w"), 16384: (1, 8, ""),
     32768: (1, 32, "p"),
 }  # fmt: skip
 # Rows that do not fill their block (measured at 768, 1600, 2560, 3072, 5120, 7168 and 12288) leave
 # warps idle, and masking costs instructions: these want fewer warps.
 MASKED_RMS = {
-    1024: (1, 1, "wp"), 2048: (1, 2, "wp"), 4096: (1, 4, "w"), 8192: (1, 4, "w"),
-    16384: (1, 16, "p"),
+    1024: (1, 1, "wp"), 2048: (1, 2, "wp"), 4096: (1, 4, "w"), 8192: (1, 8, "wp"),
+    16384: (1, 8, "wp"),
 }  # fmt: skip
 MASKED_LAYER = {
     1024: (1, 1, "wp"), 2048: (1, 1, "wp"), 4096: (1, 2, "wp"), 8192: (1, 4, "wp"),
-    16384: (1, 8, "p"),
+    16384: (1, 8, ""),
 }  # fmt: skip
 MASKED_ADD_RMS = {
     1024: (1, 4, "wp"), 2048: (1, 4, "w"), 4096: (1, 8, "w"), 8192: (1, 4, "w"), 16384: (1, 16, ""),
 }  # fmt: skip
 MASKED_ADD_LAYER = {
-    1024: (1, 2, "wp"), 2048: (1, 4, "wp"), 4096: (1, 2, "wp"), 8192: (1, 4, ""),
-    16384: (1, 16, ""),
+    1024: (1, 2, "wp"), 2048: (1, 4, "wp"), 4096: (1, 2, "wp"), 8192: (1, 8, "wp"),
+    16384: (1, 16, "w"),
 }  # fmt: skip
 
 FORWARD = {  # (centered, adds) -> rows that fill their block, rows that do not
@@ -167,12 +167,21 @@ def forward_config(
     """
     block_size = next_power_of_2(n_cols)
     fits = block_size * itemsize <= MAX_FORWARD_BLOCK * 2
-    # LayerNorm of the widest block waits too long for its reductions: 72 % of copy, sliced 81.
-    if not fits or (centered and block_size * itemsize == MAX_FORWARD_BLOCK * 2):
+    # The widest block has one program a multiprocessor: nothing to do while it waits for its
+    # reductions. RMSNorm with the add does not mind (98 % of copy); the others gain 1 to 17 %.
+    alone = block_size * itemsize == MAX_FORWARD_BLOCK * 2 and (centered or not adds)
+    if alone or not fits:
         slices = slices_of(n_cols, itemsize, FORWARD_SLICE, processors)
         if slices > 1:
             block_size = next_power_of_2(slice_columns(n_cols, slices))
-            return LaunchConfig(1, block_size, 4, slices=slices, packed=itemsize == 2)
+            return LaunchConfig(
+                1,
+                block_size,
+                num_warps=4,
+                slices=slices,
+                weights_first=not centered,
+                packed=itemsize == 2 and not (centered and adds),
+            )
     if not fits:
         return LaunchConfig(1, 32768 // itemsize, num_warps=32 if itemsize == 2 else 16)
     table = FORWARD[centered, adds][block_size != n_cols]
@@ -187,13 +196,44 @@ def forward_config(
     )
 
 
-# Blocks of the backward that are faster packed; the others are slower.
-PACKED_BACKWARD = {  # (centered, adds, rows do not fill their block)
-    (False, False, False): (1024,),
-    (False, False, True): (8192,),
-    (True, False, False): (4096,),
-    (False, True, False): (8192,),
-    (True, True, False): (2048, 8192),
+# Likewise for the backward (bench/results/h200-tune-backward.json): block_size -> (block_rows,
+# num_warps, programs_per_sm, flags "p" packed).
+BACKWARD_RMS = {
+    64: (64, 8, 1, ""), 128: (64, 8, 1, ""), 256: (32, 8, 1, ""), 512: (8, 4, 2, ""),
+    1024: (4, 4, 2, "p"), 2048: (4, 8, 1, "p"), 4096: (2, 8, 1, "p"), 8192: (1, 8, 1, "p"),
+    16384: (1, 8, 1, ""),
+}  # fmt: skip
+BACKWARD_LAYER = {
+    64: (64, 8, 1, ""), 128: (64, 8, 1, ""), 256: (32, 8, 1, ""), 512: (8, 4, 2, ""),
+    1024: (4, 4, 2, "p"), 2048: (2, 8, 2, "p"), 4096: (2, 8, 1, "p"), 8192: (1, 8, 1, ""),
+    16384: (1, 8, 1, ""),
+}  # fmt: skip
+BACKWARD_ADD_RMS = {
+    64: (64, 8, 1, ""), 128: (64, 8, 1, ""), 256: (32, 8, 1, ""), 512: (16, 8, 1, ""),
+    1024: (4, 4, 2, "p"), 2048: (4, 8, 1, ""), 4096: (2, 8, 1, ""), 8192: (1, 8, 1, "p"),
+    16384: (1, 16, 1, ""),
+}  # fmt: skip
+BACKWARD_ADD_LAYER = {
+    64: (64, 8, 1, ""), 128: (64, 8, 1, ""), 256: (32, 8, 1, ""), 512: (16, 8, 1, ""),
+    1024: (8, 8, 1, ""), 2048: (4, 8, 1, "p"), 4096: (2, 8, 1, ""), 8192: (1, 8, 1, "p"),
+    16384: (1, 16, 1, ""),
+}  # fmt: skip
+MASKED_BACKWARD_RMS = {
+    1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 4096: (1, 4, 2, ""), 8192: (1, 8, 2, "p"),
+}  # fmt: skip
+MASKED_BACKWARD_LAYER = {
+    1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 4096: (1, 4, 2, ""), 8192: (1, 8, 1, ""),
+}  # fmt: skip
+MASKED_BACKWARD_ADD_RMS = {1024: (8, 8, 1, ""), 2048: (4, 8, 1, ""), 8192: (1, 8, 1, "")}
+MASKED_BACKWARD_ADD_LAYER = {
+    1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 4096: (2, 8, 1, ""), 8192: (1, 8, 1, ""),
+}  # fmt: skip
+
+BACKWARD = {  # as FORWARD
+    (False, False): (BACKWARD_RMS, BACKWARD_RMS | MASKED_BACKWARD_RMS),
+    (True, False): (BACKWARD_LAYER, BACKWARD_LAYER | MASKED_BACKWARD_LAYER),
+    (False, True): (BACKWARD_ADD_RMS, BACKWARD_ADD_RMS | MASKED_BACKWARD_ADD_RMS),
+    (True, True): (BACKWARD_ADD_LAYER, BACKWARD_ADD_LAYER | MASKED_BACKWARD_ADD_LAYER),
 }
 
 
@@ -213,26 +253,19 @@ def backward_config(
     spills = centered and n_cols > 12288
     if spills or block_size * itemsize > MAX_BACKWARD_BLOCK * 2:
         return LaunchConfig(1, 16384 // itemsize, num_warps=16)
-    # Two shapes were the fastest nearly everywhere: one program an SM with a tile of 8192
-    # elements, or two with half of that where little data hides the reductions.
-    masked = block_size != n_cols
-    if adds:
-        narrow = centered and masked and block_size in (1024, 2048)
-    else:
-        narrow = 512 <= block_size <= 4096 and (centered or masked or block_size <= 1024)
-    tile, num_warps, programs_per_sm = (4096, 4, 2) if narrow else (8192, 8, 1)
-    packed = block_size in PACKED_BACKWARD.get((centered, adds, masked), ())
-    packed = packed and itemsize == 2 and NVIDIA
-    if packed and masked:
-        programs_per_sm = 2  # there are registers for two
-    block_rows = max(least_rows(block_size), min(64, 2 * tile // (itemsize * block_size)))
+    table = BACKWARD[centered, adds][block_size != n_cols]
+    # A tile of wider elements has as many bytes, in fewer rows.
+    block_rows, num_warps, programs_per_sm, flags = table[max(64, block_size)]
+    block_rows = max(least_rows(block_size), block_rows * 2 // itemsize)
     # The pipeline buffers two tiles of each input.
     buffers = 2 * (3 if adds else 2) * block_rows * block_size * itemsize
-    num_stages = 3 if buffers <= SHARED_MEMORY else 1
-    if block_size == MAX_BACKWARD_BLOCK and adds:
-        num_warps = 16
     return LaunchConfig(
-        block_rows, block_size, num_warps, num_stages, programs_per_sm, packed=packed
+        block_rows,
+        block_size,
+        num_warps,
+        num_stages=3 if buffers <= SHARED_MEMORY else 1,
+        programs_per_sm=programs_per_sm,
+        packed="p" in flags and itemsize == 2 and NVIDIA,
     )
 
 
@@ -247,6 +280,12 @@ def weight_gradient_config(n_cols: int) -> LaunchConfig:
 
 
 @cache
-def reduce_config(n_cols: int) -> LaunchConfig:
-    """Configuration of the kernel that sums the programs' partial weight gradients."""
-    return LaunchConfig(block_rows=32, block_size=min(64, next_power_of_2(n_cols)), num_warps=4)
+def reduce_config(n_cols: int, most_partials: int) -> LaunchConfig:
+    """Configuration of the kernel that sums the programs' partial weight gradients.
+
+    It has little to read, and the time goes into waiting: as many as possible of the up to
+    ``most_partials`` rows at once, and many programs.
+    """
+    block_rows = min(256, max(8, next_power_of_2(most_partials)))
+    block_size = min(max(32, 8192 // block_rows), next_power_of_2(n_cols))
+    return LaunchConfig(block_rows, block_size, num_warps=8)

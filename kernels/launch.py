@@ -51,6 +51,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one that it waits for still runs."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+
+
 FP_FUSION = True
 """Given with each launch: Triton 3.10 changes the default, and the bits must not change with it."""
 
@@ -202,7 +212,8 @@ def launch_backward(
     )
     looped = is_looped(config, n_cols)
     walkers = max(1, multiprocessors(device) * config.programs_per_sm // config.slices)
-    n_partials = min(triton.cdiv(n_rows, config.block_rows), LOOPED_PARTIALS if looped else walkers)
+    most_partials = LOOPED_PARTIALS if looped else walkers
+    n_partials = min(triton.cdiv(n_rows, config.block_rows), most_partials)
 
     def partial_sums(gradient: Tensor | None) -> Tensor | None:
         if gradient is None:
@@ -228,6 +239,7 @@ def launch_backward(
         meta |= {
             "SLICE_COLS": slice_columns(n_cols, config.slices),
             "NUM_STAGES": config.num_stages,
+            "OVERLAPPED": overlaps(device),
             "maxnreg": registers(config),
         }
         exchange = exchange_memory(n_rows, config.slices, device)
@@ -239,6 +251,7 @@ def launch_backward(
             "BLOCK_ROWS": config.block_rows,
             "NUM_STAGES": config.num_stages,
             "PACKED": config.packed,
+            "OVERLAPPED": overlaps(device),
         }
         arguments = (*inputs, ds, *partials, *counts, *strides)
         run(Call(norm_backward_kernel, (n_partials,), arguments, meta), device)
@@ -253,10 +266,14 @@ def launch_backward(
         arguments = (s, dy, mean, rstd, *partials, *counts, *s_strides, *dy_strides)
         meta = {"N_COLS": n_cols, "CENTERED": mean is not None, **column_meta(columns)}
         run(Call(weight_gradient_kernel, grid, arguments, meta), device)
-    columns = reduce_config(n_cols)
-    grid = (triton.cdiv(n_cols, columns.block_size),)
+    columns = reduce_config(n_cols, most_partials)
+    grid = (triton.cdiv(n_cols, columns.block_size), (dweight is not None) + (dbias is not None))
     arguments = (*partials, dweight, dbias, n_partials, n_cols)
-    run(Call(reduce_partials_kernel, grid, arguments, column_meta(columns)), device)
+    overlapped = overlaps(device) and not looped
+    meta = {**column_meta(columns), "OVERLAPPED": overlapped}
+    if overlapped:
+        meta["launch_pdl"] = True
+    run(Call(reduce_partials_kernel, grid, arguments, meta), device)
 
 
 def column_meta(config: LaunchConfig) -> dict[str, Any]:

@@ -41,7 +41,7 @@ OPERATORS = {  # centered, adds
     "layer_norm": (True, False),
     "add_layer_norm": (True, True),
 }
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "num_ctas", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "num_ctas", "maxnreg", "launch_pdl")
 
 
 def source_of(kernel, args, meta):
@@ -136,6 +136,9 @@ def main():
         )
         config.NVIDIA = backend == "cuda"
         launch.multiprocessors = lambda device: 132
+        launch.overlaps = lambda device, target=target: (
+            target.backend == "cuda" and target.arch >= 90
+        )
         config.forward_config.cache_clear()
         config.backward_config.cache_clear()
         for dtype in options.dtypes:
