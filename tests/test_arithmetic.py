@@ -49,7 +49,7 @@ def test_quotients_are_correctly_rounded(device, dtype, n):
     assert torch.equal(y.isnan(), x.isnan())
 
 
-@pytest.mark.parametrize("n", (3, 768, 1600, 4097, 131071))
+@pytest.mark.parametrize("n", [3, 768, 1600, 4097, 131071])
 def test_corrected_quotients_of_every_significand(n):
     """The formula itself, in NumPy with the remainder exact: no significand is rounded wrongly."""
     x = (np.arange(2**23, 2**24, dtype=np.int64) * 2.0**-23).astype(np.float32)
