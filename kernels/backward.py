@@ -143,7 +143,9 @@ def norm_backward_kernel(
                 if weight_ptr is not None:
                     g *= as_factor(opaque(stored_weight), ACC, WEIGHT_OFFSET)
             ds = g - x_hat * gx_mean
-            ds = (ds * rstd - g_mean * rstd) if CENTERED else ds * rstd
+            if CENTERED:
+                ds -= g_mean
+            ds *= rstd
             if dsum_ptr is not None:
                 dsum_offsets = row_offsets(rows, n_inner, dsum_outer_stride, dsum_row_stride)
                 ds += tl.load(
@@ -286,9 +288,9 @@ def norm_backward_sliced_kernel(
             if CENTERED:
                 s -= mean
             ds -= s * (rstd * divide_by(tl.sum(gx_sums, axis=0), N_COLS))
-            ds *= rstd
             if CENTERED:
-                ds -= rstd * divide_by(tl.sum(g_sums, axis=0), N_COLS)
+                ds -= divide_by(tl.sum(g_sums, axis=0), N_COLS)
+            ds *= rstd
             if dsum_ptr is not None:
                 ds += dsum.to(tl.float32)
             tl.store(

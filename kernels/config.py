@@ -17,6 +17,7 @@ __all__ = [
     "backward_config",
     "forward_config",
     "reduce_config",
+    "register_option",
     "slice_columns",
     "weight_gradient_config",
 ]
@@ -219,7 +220,7 @@ BACKWARD_ADD_LAYER = {
     16384: (1, 16, 1, ""),
 }  # fmt: skip
 MASKED_BACKWARD_RMS = {
-    1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 4096: (1, 4, 2, ""), 8192: (1, 8, 2, "p"),
+    1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 4096: (1, 4, 2, ""), 8192: (1, 8, 1, ""),
 }  # fmt: skip
 MASKED_BACKWARD_LAYER = {
     1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 4096: (1, 4, 2, ""), 8192: (1, 8, 1, ""),
@@ -267,6 +268,16 @@ def backward_config(
         programs_per_sm=programs_per_sm,
         packed="p" in flags and itemsize == 2 and NVIDIA,
     )
+
+
+def register_option(config: LaunchConfig) -> dict[str, int]:
+    """Options with which as many programs fit a multiprocessor as ``config`` counts on.
+
+    They limit each thread to its share of the 65536 registers. Without a limit, ptxas may take more
+    than that, or restrict itself for the sake of more programs, of which there are none.
+    """
+    share = 65536 // (32 * config.num_warps * config.programs_per_sm)
+    return {"maxnreg": min(255, share // 8 * 8)} if NVIDIA else {}
 
 
 LOOPED_PARTIALS = 16

@@ -26,6 +26,7 @@ from fusedops.kernels.config import (
     backward_config,
     forward_config,
     reduce_config,
+    register_option,
     slice_columns,
     weight_gradient_config,
 )
@@ -174,14 +175,6 @@ def launch_forward(x: Tensor, *arguments: Any, **options: Any) -> None:
         run(prepare_forward(x, *arguments, **options), x.device)
 
 
-def registers(config: LaunchConfig) -> int:
-    """Registers of a thread with which a multiprocessor's 65536 are enough for its programs.
-
-    Where they have no need of fewer, ptxas takes as many as its schedule finds a use for.
-    """
-    return min(255, 65536 // (32 * config.num_warps * config.programs_per_sm) // 8 * 8)
-
-
 def launch_backward(
     s: Tensor,
     dy: Tensor,
@@ -240,7 +233,7 @@ def launch_backward(
             "SLICE_COLS": slice_columns(n_cols, config.slices),
             "NUM_STAGES": config.num_stages,
             "OVERLAPPED": overlaps(device),
-            "maxnreg": registers(config),
+            **register_option(config),
         }
         exchange = exchange_memory(n_rows, config.slices, device)
         arguments = (*inputs, ds, *partials, exchange, *counts, *strides)
@@ -252,6 +245,7 @@ def launch_backward(
             "NUM_STAGES": config.num_stages,
             "PACKED": config.packed,
             "OVERLAPPED": overlaps(device),
+            **register_option(config),
         }
         arguments = (*inputs, ds, *partials, *counts, *strides)
         run(Call(norm_backward_kernel, (n_partials,), arguments, meta), device)
