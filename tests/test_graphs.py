@@ -118,6 +118,7 @@ def test_generate_with_a_static_cache(compiles):
     assert unpatch(model) == 7
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # eager beside captured
 def test_a_patched_models_training_step(compiled):
     """Forward, loss and backward in a graph, for a number of tokens that is new to the kernels."""
     model = build_llama().to("cuda", BF16)
