@@ -10,7 +10,15 @@ from torch import Tensor
 from fusedops import direct, dispatch, reference
 from fusedops.layout import ROW_MAJOR, as_rows, result_layout
 
-__all__ = ["NormFunction", "Outputs", "Spec", "apply_directly", "kernel_backward", "kernel_forward"]
+__all__ = [
+    "NormFunction",
+    "Outputs",
+    "Spec",
+    "apply_directly",
+    "apply_linked",
+    "kernel_backward",
+    "kernel_forward",
+]
 
 
 class Spec(NamedTuple):
@@ -183,50 +191,167 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None = None) -> Any:
-        s, weight, mean, rstd = ctx.saved_tensors
         x_dtype, residual_dtype, bias_dtype = ctx.input_dtypes
         needs_x, needs_residual, needs_weight, needs_bias = ctx.needs_input_grad[:4]
-        spec: Spec = ctx.spec
-        if dy is None or torch.is_grad_enabled() or not readable(dy, dsum):
-            # Nothing to normalise, or something to differentiate through: torch's own operations.
-            ds, dweight, dbias = reference.norm_backward(
-                dy,
-                dsum,
-                s,
-                weight,
-                ctx.eps,
-                centered=spec.centered,
-                weight_offset=spec.weight_offset,
-            )
-            dbias = None if dbias is None or bias_dtype is None else dbias.to(bias_dtype)
-        else:
-            ds, dweight, dbias = kernel_backward(
-                dy,
-                dsum,
-                s,
-                weight,
-                mean,
-                rstd,
-                spec.weight_offset,
-                spec.row_major and residual_dtype is None,
-                needs_ds=needs_x or needs_residual,
-                dweight_dtype=weight.dtype if needs_weight else None,
-                dbias_dtype=bias_dtype if needs_bias else None,
-            )
+        ds, dweight, dbias = gradients(
+            ctx,
+            dy,
+            dsum,
+            needs=(needs_x or needs_residual, needs_weight, needs_bias),
+            bias_dtype=bias_dtype,
+            row_major=ctx.spec.row_major and residual_dtype is None,
+        )
         return (
             ds.to(x_dtype) if needs_x and ds is not None else None,
             ds.to(residual_dtype) if needs_residual and ds is not None else None,
-            dweight if needs_weight else None,
-            dbias if needs_bias else None,
+            dweight,
+            dbias,
             None,
             None,
             None,
         )
 
 
+def gradients(
+    ctx: Any,
+    dy: Tensor | None,
+    dsum: Tensor | None,
+    *,
+    needs: tuple[bool, bool, bool],
+    bias_dtype: torch.dtype | None,
+    row_major: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(ds, dweight, dbias) of a norm that saved (s, weight, mean, rstd); None where no need is."""
+    s, weight, mean, rstd = ctx.saved_tensors
+    needs_ds, needs_weight, needs_bias = needs
+    spec: Spec = ctx.spec
+    if dy is None or torch.is_grad_enabled() or not readable(dy, dsum):
+        # Nothing to normalise, or something to differentiate through: torch's own operations.
+        ds, dweight, dbias = reference.norm_backward(
+            dy,
+            dsum,
+            s,
+            weight,
+            ctx.eps,
+            centered=spec.centered,
+            weight_offset=spec.weight_offset,
+        )
+        dbias = None if dbias is None or bias_dtype is None else dbias.to(bias_dtype)
+        return ds, dweight if needs_weight else None, dbias if needs_bias else None
+    return kernel_backward(
+        dy,
+        dsum,
+        s,
+        weight,
+        mean,
+        rstd,
+        spec.weight_offset,
+        row_major,
+        needs_ds=needs_ds,
+        dweight_dtype=weight.dtype if needs_weight else None,
+        dbias_dtype=bias_dtype if needs_bias else None,
+    )
+
+
+class SumFunction(torch.autograd.Function):
+    """(x, residual) -> residual + x, by the kernel that makes the sum's norm as well.
+
+    What `NormOfSum` returns for it is put into the list ``made``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        vectors: tuple[Tensor | None, Tensor | None],
+        eps: float,
+        spec: Spec,
+        prepared: tuple[Any, ...] | None,
+        made: list[Tensor | None],
+    ) -> Any:
+        y, summed, mean, rstd = (
+            kernel_forward(x, residual, *vectors, eps, spec, save_statistics=True)
+            if prepared is None
+            else direct.launch(x, *prepared)
+        )
+        made += y, mean, rstd
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = x.dtype, residual.dtype
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, dsum: Tensor | None) -> Any:
+        given = (
+            dsum.to(dtype) if needed and dsum is not None else None
+            for dtype, needed in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
+        )
+        return (*given, None, None, None, None, None)
+
+
+class NormOfSum(torch.autograd.Function):
+    """(s, weight, bias) -> (y, s again), y from ``made``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        s: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        spec: Spec,
+        made: list[Tensor | None],
+    ) -> Any:
+        y, mean, rstd = made
+        ctx.save_for_backward(s, weight, mean, rstd)
+        ctx.set_materialize_grads(False)
+        after = s.detach()
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(after)
+        ctx.eps, ctx.spec = eps, spec
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y, after
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> Any:
+        found = gradients(
+            ctx,
+            dy,
+            dsum,
+            needs=ctx.needs_input_grad[:3],
+            bias_dtype=ctx.bias_dtype,
+            row_major=False,
+        )
+        return (*found, None, None, None)
+
+
+def apply_linked(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    spec: Spec,
+    prepared: tuple[Any, ...] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`NormFunction` of a sum, where somebody may look at the sum: (y, summed, summed again).
+
+    To autograd the sum of `NormFunction` stands beside y: its gradient is what comes from those
+    who read the sum, and lacks what comes through y. Here y is a function of the sum. Those who
+    read the second sum in its place leave its gradient to the norm's backward, which adds it in
+    the same kernel.
+    """
+    made: list[Tensor | None] = []
+    summed = _apply_sum(x, residual, (weight, bias), eps, spec, prepared, made)
+    y, after = _apply_norm_of_sum(summed, weight, bias, eps, spec, made)
+    return y, summed, after
+
+
 # `NormFunction.apply` without its Python, which looks for transforms and what they left behind:
 # for tensors that are known to be none of these.
 apply_directly = super(torch.autograd.Function, NormFunction).apply
+_apply_sum = super(torch.autograd.Function, SumFunction).apply
+_apply_norm_of_sum = super(torch.autograd.Function, NormOfSum).apply
 
 
 def readable(*gradients: Tensor | None) -> bool:

@@ -404,7 +404,7 @@ static PyObject *module_is_hooked(PyObject *unused, PyObject *module) {
 
 // Where the attributes of Python's objects with __slots__ lie.
 #define SLOTS(X)                                                                               \
-    X(stream, _base) X(stream, _call) X(stream, _key) X(stream, _grad) X(stream, _delta)       \
+    X(stream, _base) X(stream, _after) X(stream, _call) X(stream, _key) X(stream, _grad) X(stream, _delta)       \
     X(stream, _delta_first) X(stream, _versions) X(stream, _reshaped)                          \
     X(call, state) X(call, watched) X(call, pending)                                           \
     X(block, writes) X(block, argument_keys) X(block, wraps_norms) X(block, outer)             \
@@ -413,7 +413,8 @@ static PyObject *module_is_hooked(PyObject *unused, PyObject *module) {
     X(block, calls) X(block, inside) X(block, across)                                          \
     X(handed, tensor) X(handed, version) X(handed, y) X(handed, state) X(handed, norm_state)   \
     X(handed, spec) X(handed, eps) X(handed, weight) X(handed, weight_version)                 \
-    X(handed, bias) X(handed, bias_version) X(handed, grad) X(handed, autocast)
+    X(handed, bias) X(handed, bias_version) X(handed, grad) X(handed, autocast)                \
+    X(handed, after)
 #define DECLARE_OFFSET(kind, name) static Py_ssize_t offset_##kind##_##name;
 SLOTS(DECLARE_OFFSET)
 #define AT(kind, object, name) (*(PyObject **)((char *)(object) + offset_##kind##_##name))
@@ -448,6 +449,7 @@ static PyObject *new_stream(PyObject *base, PyObject *call, PyObject *key, PyObj
     PyObject *stream = new_object(stream_type);
     if (stream == NULL) return NULL;
     PUT(stream, stream, _base, Py_NewRef(base));
+    PUT(stream, stream, _after, Py_NewRef(Py_None));
     PUT(stream, stream, _call, Py_NewRef(call));
     PUT(stream, stream, _key, Py_NewRef(key));
     PUT(stream, stream, _grad, Py_NewRef(grad));
@@ -488,7 +490,8 @@ static int has_version(PyObject *tensor, PyObject *version) {
 
 // A stream that stands for stream + other, NULL without an exception where Python must see to it.
 static PyObject *put_off(PyObject *stream, PyObject *other, PyObject *other_first) {
-    PyObject *call = AT(stream, stream, _call), *base = AT(stream, stream, _base);
+    PyObject *call = AT(stream, stream, _call), *base = AT(stream, stream, _after);
+    if (base == Py_None) base = AT(stream, stream, _base);
     if (AT(call, call, pending) != Py_None || AT(call, call, state) == closed ||
         AT(stream, stream, _reshaped) != Py_None || !Py_IS_TYPE(other, (PyTypeObject *)tensor_type))
         return NULL;
@@ -599,8 +602,9 @@ static int fits(PyObject *handed, PyObject *norm_state, PyObject *x) {
     return answer;
 }
 
-// The result kept for this call of a norm, or that of a ready call; or None.
-static PyObject *call_plain(PyObject *norm_state, PyObject *x) {
+// The result kept for this call of a norm, or that of a ready call; or None. A result that was kept
+// may come with a tensor for the stream's `_after`.
+static PyObject *call_plain(PyObject *norm_state, PyObject *x, PyObject **after) {
     PyObject *held = PyObject_GetAttr(slot, s_held), *y = NULL;
     if (held == NULL) return NULL;
     if (held == Py_None) {
@@ -615,6 +619,7 @@ static PyObject *call_plain(PyObject *norm_state, PyObject *x) {
     if (answer == 1) {
         PUT(block, AT(handed, held, state), misses, PyLong_FromLong(0));
         y = Py_NewRef(AT(handed, held, y));
+        if (after != NULL) *after = Py_NewRef(AT(handed, held, after));
     }
     Py_DECREF(held);
     return answer == 0 ? Py_NewRef(Py_None) : y;
@@ -648,6 +653,8 @@ static PyObject *fuse(PyObject *norm_state, PyObject *stream) {
         Py_DECREF(dropped);
         y = Py_NewRef(PyTuple_GET_ITEM(done, 0));
         PUT(stream, stream, _base, Py_NewRef(PyTuple_GET_ITEM(done, 1)));
+        PUT(stream, stream, _after,
+            Py_NewRef(PyTuple_GET_SIZE(done) > 2 ? PyTuple_GET_ITEM(done, 2) : Py_None));
         PUT(stream, stream, _delta, Py_NewRef(Py_None));
         PUT(call, AT(stream, stream, _call), pending, Py_NewRef(Py_None));
     }
@@ -662,8 +669,9 @@ static PyObject *call_with_stream(PyObject *norm_state, PyObject *stream) {
         AT(block, state, wraps_norms) != Py_False || AT(stream, stream, _reshaped) != Py_None)
         Py_RETURN_NONE;
     if (AT(stream, stream, _delta) == Py_None) {
-        PyObject *base = Py_NewRef(AT(stream, stream, _base));
-        y = call_plain(norm_state, base);
+        PyObject *base = Py_NewRef(AT(stream, stream, _base)), *after = NULL;
+        y = call_plain(norm_state, base, &after);
+        if (after != NULL) PUT(stream, stream, _after, after);
         Py_DECREF(base);
         return y;
     }
@@ -685,6 +693,7 @@ static PyObject *new_handed(PyObject *stream, PyObject *y, PyObject *norm_state)
     GIVE(tensor, PyWeakref_NewRef(tensor, forget));
     GIVE(version, PyObject_GetAttr(tensor, s__version));
     GIVE(y, Py_NewRef(y));
+    GIVE(after, Py_NewRef(AT(stream, stream, _after)));
     GIVE(state, Py_NewRef(AT(call, AT(stream, stream, _call), state)));
     GIVE(norm_state, Py_NewRef(norm_state));
     GIVE(grad, Py_NewRef(AT(stream, stream, _grad)));
@@ -950,7 +959,8 @@ static PyObject *call_module(PyObject *unused, PyObject *const *given, Py_ssize_
     if (state == NULL) return NULL;
     int answer = is_hooked(state);
     if (answer == 1) result = Py_NewRef(Py_None);
-    if (answer == 0) result = is_stream ? call_with_stream(state, x) : call_plain(state, x);
+    if (answer == 0) result = is_stream ? call_with_stream(state, x)
+                                              : call_plain(state, x, NULL);
     Py_DECREF(state);
     return result;
 }

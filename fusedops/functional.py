@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from fusedops import direct, dispatch, reference
-from fusedops.autograd import NormFunction, Spec, apply_directly, kernel_forward
+from fusedops.autograd import NormFunction, Spec, apply_directly, apply_linked, kernel_forward
 from fusedops.ops import reference_forward, traced_forward
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
@@ -122,7 +122,9 @@ def add_rms_norm(
     Returns:
         ``(y, summed)``, both (..., H) and of storage of their own. ``summed`` is
         ``residual + x`` bit for bit, in the dtype that torch promotes the two to; it is rounded
-        to that dtype before it is normalised, so y is what `rms_norm` of it gives.
+        to that dtype before it is normalised, so y is what `rms_norm` of it gives. The kernels'
+        backward takes the two for results beside each other: a gradient asked for at ``summed``
+        itself is that of its own readers, without what comes through y.
 
     Raises:
         TypeError, ValueError: naming the argument, what was expected and what was given.
@@ -169,6 +171,40 @@ def add_layer_norm(
     if not is_compiling() and (done := direct.norm(options, x, residual, weight, bias)):
         return done  # type: ignore[return-value]
     return _layer(options, x, _require("residual", residual), weight, bias)  # type: ignore[return-value]
+
+
+LINKED = "linked"
+"""Last of the options of `linked_add_norm`."""
+
+
+def linked_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    *,
+    centered: bool,
+    weight_offset: float = 0.0,
+    cast: str = "fp32",
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
+    """`add_layer_norm` (``centered``) or `add_rms_norm`, whose sum others may ask gradients for.
+
+    (y, summed), where y is a function of the sum to autograd as well, or three tensors: see
+    `fusedops.autograd.apply_linked`.
+    """
+    options: tuple[Any, ...]
+    if centered:
+        options = ("add_layer_norm", eps, out_dtype, type(eps), LINKED)
+        return direct.norm(options, x, residual, weight, bias) or _layer(  # type: ignore
+            options, x, residual, weight, bias
+        )
+    kinds = type(eps), type(weight_offset)
+    options = ("add_rms_norm", eps, weight_offset, cast, out_dtype, *kinds, LINKED)
+    return direct.norm(options, x, residual, weight, None) or _rms(  # type: ignore
+        options, x, residual, weight
+    )
 
 
 def _rms(
@@ -268,13 +304,16 @@ def _apply(
         return traced_forward(x, residual, weight, bias, eps, spec, needs_grad=needs_grad)
     dispatch.record(name, "interpreter" if x.device.type == "cpu" else "triton")
     outputs: Any
-    if needs_grad:
+    linked = options[-1] is LINKED
+    if needs_grad and linked and residual is not None:
+        outputs = apply_linked(x, residual, weight, bias, eps, spec, None)
+    elif needs_grad:
         outputs = NormFunction.apply(x, residual, weight, bias, eps, spec, None)
         outputs = outputs if residual is not None else (outputs, None)
     else:
         outputs = kernel_forward(x, residual, weight, bias, eps, spec, save_statistics=False)[:2]
     if not torch._C._is_any_autocast_enabled():  # there the result's dtype is another
-        train = apply_directly if needs_grad else None
+        train = (apply_linked if linked else apply_directly) if needs_grad else None
         direct.remember(options, x, residual, weight, bias, eps, spec, train)
     return outputs
 

@@ -87,8 +87,8 @@ class Ready:
 
 def ready_norm(
     module: nn.Module, x: Tensor, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor | None] | None:
-    """(norm, sum) of ``x``, or of ``residual + x``, where a call like it was in order before."""
+) -> tuple[Tensor | None, ...] | None:
+    """(norm, None) of ``x``, or what `run_add_norm` gives, where a call like it was in order."""
     state = module.__dict__
     ready: Ready | None = state.get(READY)
     if ready is None or state[ready.eps_name] is not ready.eps:
@@ -113,11 +113,12 @@ def _make_ready(module: nn.Module, operands: Operands, x: Tensor, residual: Tens
     spec, weight, bias, eps, out_dtype = operands
     if out_dtype is not None or type(weight) is Tensor or type(bias) is Tensor:
         return
-    prefix = "" if residual is None else "add_"
-    options: tuple[object, ...] = (f"{prefix}layer_norm", eps, None, type(eps))
+    prefix, linked = ("", ()) if residual is None else ("add_", (functional.LINKED,))
+    options: tuple[object, ...] = (f"{prefix}layer_norm", eps, None, type(eps), *linked)
     if spec.kind == "rms":
         offset = spec.weight_offset
-        options = (f"{prefix}rms_norm", eps, offset, spec.cast, None, type(eps), type(offset))
+        kinds = type(eps), type(offset)
+        options = (f"{prefix}rms_norm", eps, offset, spec.cast, None, *kinds, *linked)
     call = direct.find(options, x, residual, weight, bias)
     if call is None:
         return
@@ -215,20 +216,19 @@ def run_norm(module: nn.Module, operands: Operands, x: Tensor) -> Tensor | None:
 
 def run_add_norm(
     module: nn.Module, operands: Operands, delta: Tensor, base: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(norm of base + delta, base + delta); both inputs are contiguous and of one shape."""
+) -> tuple[Tensor, ...]:
+    """What `linked_add_norm` gives; both inputs are contiguous and of one shape."""
     spec, weight, bias, eps, out_dtype = operands
-    if spec.kind == "layer":
-        done = functional.add_layer_norm(delta, base, weight, bias, eps, out_dtype=out_dtype)
-    else:
-        done = functional.add_rms_norm(
-            delta,
-            base,
-            weight,
-            eps,
-            weight_offset=spec.weight_offset,
-            cast=spec.cast,
-            out_dtype=out_dtype,
-        )
+    done = functional.linked_add_norm(
+        delta,
+        base,
+        weight,
+        bias,
+        eps,
+        centered=spec.kind == "layer",
+        weight_offset=spec.weight_offset,
+        cast=spec.cast,
+        out_dtype=out_dtype,
+    )
     _make_ready(module, operands, delta, base)
     return done

@@ -202,6 +202,7 @@ class _HandOver:
     """A norm's result, for a call of that norm with this tensor under these conditions."""
 
     __slots__ = (
+        "after",
         "autocast",
         "bias",
         "bias_version",
@@ -217,8 +218,16 @@ class _HandOver:
         "y",
     )
 
-    def __init__(self, tensor: Tensor, y: Tensor, norm: nn.Module, state: BlockState) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        y: Tensor,
+        after: Tensor | None,
+        norm: nn.Module,
+        state: BlockState,
+    ) -> None:
         self.tensor, self.version = weakref.ref(tensor, _forget), tensor._version
+        self.after = after  # for the stream of the block that fetches y
         self.y, self.state = y, state
         norm_state = self.norm_state = norm.__dict__
         spec: NormSpec = norm_state[SPEC]
@@ -310,6 +319,7 @@ class ResidualStream:
     _versions: tuple[int, int] | None
 
     __slots__ = (
+        "_after",
         "_base",
         "_call",
         "_delta",
@@ -326,6 +336,8 @@ class ResidualStream:
         self._key = key
         self._grad = grad  # whether gradients were recorded where the value came to be
         self._delta: Tensor | None = None  # with it come _delta_first and _versions
+        # The base again, for further adds, once it has been normed: see `autograd.apply_linked`.
+        self._after: Tensor | None = None
         self._reshaped: ResidualStream | None = None  # holds this one's pending sum since
 
     # Cheap answers, without doing the add.
@@ -437,7 +449,7 @@ def _add(stream: ResidualStream, other: Any, other_first: bool = False) -> Any:
         as_tensor(stream)
     if type(other) is ResidualStream:
         other = as_tensor(other)
-    base = stream._base
+    base = stream._base if stream._after is None else stream._after
     if (
         type(other) is not Tensor
         or call.state is _closed
@@ -474,6 +486,7 @@ def _forwarding_in_place(name: str) -> Callable:
     def method(self: ResidualStream, *args: Any) -> Any:
         result = operation(as_tensor(self), *without_streams(args))
         # The tensor was changed, for all who hold it; the stream goes on standing for it.
+        self._after = None
         return self if result is self._base else result
 
     return method
@@ -679,8 +692,11 @@ def call_norm(call: Callable, norm: nn.Module, stream: ResidualStream) -> Any:
     y: Any
     if delta is None:
         x = stream._base if stream._reshaped is None else as_tensor(stream)
+        held = _slot.held
         # Without hooks, and with its class's forward, a module's call is its forward.
         y = run_plain_norm(norm, x)
+        if type(held) is _HandOver and y is held.y:
+            stream._after = held.after
         if y is None:
             y = call(norm, x)
     else:
@@ -743,6 +759,7 @@ def _fuse(norm: nn.Module, stream: ResidualStream) -> Tensor | None:
     if _slot.held is not None:
         _drop_held()
     stream._base = done[1]
+    stream._after = done[2] if len(done) > 2 else None
     stream._delta = stream._call.pending = None
     return done[0]
 
@@ -990,7 +1007,7 @@ def _leave_stream(block: nn.Module, stream: ResidualStream) -> Tensor:
         return _finish(stream, _why_unserved(stream))
     state.across += 1
     try:
-        _slot.held = _HandOver(stream._base, y, norm, state)
+        _slot.held = _HandOver(stream._base, y, stream._after, norm, state)
     except RuntimeError:  # a weight that is no parameter, or counts no versions
         _give_up(state)
     return stream._base
