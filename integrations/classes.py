@@ -166,6 +166,15 @@ def _generate(original: Any, kind: Kind) -> type:
             vars(replica)[BLOCK] = vars(replica)[BLOCK].for_replica()
         return replica
 
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        original.__setattr__(self, name, value)
+        if isinstance(value, nn.Module):
+            watch_again(self)
+
+    def add_module(self: nn.Module, name: str, module: nn.Module | None) -> None:
+        original.add_module(self, name, module)
+        watch_again(self)
+
     members: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -179,6 +188,8 @@ def _generate(original: Any, kind: Kind) -> type:
         members["__call__"] = call_norm_or_guard
     elif kind is not Kind.BLOCK:
         members["__call__"] = call_guard
+    if kind in (Kind.BLOCK, Kind.INNER_BLOCK):
+        members |= {"__setattr__": __setattr__, "add_module": add_module}
     if kind is not Kind.GUARD:
         members["forward"] = functools.wraps(original.forward)(
             forward_norm if kind is Kind.NORM else forward_block
@@ -223,6 +234,13 @@ def watch(block: nn.Module) -> Callable[[], list[nn.Module]]:
         return [module for module in fresh if vars(module).get(GUARDED)]
 
     return end
+
+
+def watch_again(block: nn.Module) -> None:
+    """A submodule was put in: it has no guard, and may be handed streams."""
+    state: BlockState | None = vars(block).get(BLOCK)
+    if state is not None:
+        state.learned.clear()
 
 
 def _own_modules(block: nn.Module) -> Iterator[nn.Module]:

@@ -1321,6 +1321,11 @@ class ShowsItsSum(Block):
         return h + self.mlp(normed) * self.gate(h).sigmoid(), h
 
 
+class ShowsItsGate(ShowsItsSum):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
+
+
 class KeepsSums(Net):
     def forward(self, x: Tensor) -> Tensor:
         self.sums = []
@@ -1736,6 +1741,40 @@ class Failing(Block):
         if self.armed:
             raise RuntimeError("in the middle")
         return x + self.mlp(self.norm2(x))
+
+
+class Spy(nn.Identity):
+    """Notes what it is called with."""
+
+    def forward(self, x: Any) -> Any:
+        spied.append(type(x))
+        return x
+
+
+spied: list[type] = []
+
+
+@pytest.mark.parametrize("how", ["setattr", "add_module", "register_module"])
+def test_a_submodule_that_is_replaced_later_sees_no_stream(how: str) -> None:
+    model, x = Net(ShowsItsGate), rows()
+    with torch.no_grad():
+        expected = model(x)
+        patch(model, fuse_residual="always")
+        for _ in range(3):
+            model(x)
+        for layer in model.layers:
+            if how == "setattr":
+                layer.gate = Spy()
+            else:
+                getattr(layer, how)("gate", Spy())
+        spied.clear()
+        for _ in range(3):
+            found, _, fused = counts(model, x)
+            assert torch.allclose(found, expected, atol=1e-5)
+    assert spied == [Tensor] * 9
+    assert fused == 6
+    assert unpatch(model) == 7
+    assert all(type(layer.gate) is Spy for layer in model.layers)
 
 
 def test_exception_in_the_middle_of_a_block_leaves_nothing() -> None:
