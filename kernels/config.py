@@ -77,7 +77,7 @@ FORWARD_RMS = {
 }  # fmt: skip
 FORWARD_LAYER = {
     64: (16, 1, ""), 128: (8, 1, ""), 256: (4, 1, "p"), 512: (2, 1, "p"), 1024: (1, 2, "p"),
-    2048: (1, 2, "wp"), 4096: (1, 4, "wp"), 8192: (1, 8, ""), 16384: (1, 8, ""),
+    2048: (1, 2, "wp"), 4096: (1, 4, "wp"), 8192: (1, 8, ""), 16384: (1, 8, "p"),
     32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_ADD_RMS = {
@@ -180,7 +180,7 @@ def forward_config(
                 block_size,
                 num_warps=4,
                 slices=slices,
-                weights_first=not centered,
+                weights_first=not centered and (adds or slices <= 16),
                 packed=itemsize == 2 and not (centered and adds),
             )
     if not fits:
