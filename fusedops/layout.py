@@ -62,7 +62,7 @@ def result_layout(x: Tensor, residual: Tensor | None = None) -> Layout:
     sizes = [dim for dim in range(x.dim()) if x.shape[dim] != 1]
     order = sorted(sizes, key=lambda dim: -strides[dim])
     if order == sizes:
-        return ROW_MAJOR
+        return Layout(strides=strides)  # row-major, but for dimensions of one
     if order[-1] != last and x.shape[last] != 1:
         return Layout(strides=strides, dense_rows=False)
     leading = sorted(range(last), key=lambda dim: -strides[dim])

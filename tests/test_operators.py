@@ -587,6 +587,17 @@ def test_results_have_the_strides_of_the_eager_code(op, layout, train, device):
         assert summed.stride() == their_sum.stride()
 
 
+@pytest.mark.parametrize("norm", [fusedops.add_rms_norm, fusedops.add_layer_norm])
+def test_sums_have_torchs_strides_also_in_dimensions_of_one(norm, device):
+    x = torch.randn(48, 1, 2, device=device).transpose(0, 2)
+    residual = torch.randn(2, 1, 48, device=device)
+    _, summed = norm(x, residual)
+    expected = residual + x
+    assert expected.stride() != residual.stride()
+    assert summed.stride() == expected.stride()
+    assert torch.equal(summed, expected)
+
+
 # Unusual values ----------------------------------------------------------------------------------
 
 
