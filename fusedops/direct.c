@@ -12,7 +12,8 @@
 
 // What a call asks torch for, given by configure().
 #define GLOBALS(X)                                                                             \
-    X(is_grad_enabled) X(function_modes) X(current_device) X(current_stream) X(empty)          \
+    X(is_grad_enabled) X(any_function_mode) X(function_modes) X(current_device)                \
+    X(current_stream) X(empty)                                                                 \
     X(counters) X(forward_ad) X(data_ptr) X(is_contiguous) X(numel) X(slot) X(global_hooks)    \
     X(stream_type) X(call_type) X(block_type) X(handed_type) X(tensor_type) X(closed)          \
     X(floats) X(is_cuda) X(dispatch_modes) X(transforms) X(jit_trace) X(any_autocast)          \
@@ -73,6 +74,12 @@ static int integer(PyObject *value, long long *result) {
     return *result == -1 && PyErr_Occurred() ? -1 : 1;
 }
 
+// Whether a mode may want to see calls; `function_modes` is in Python, and asked where there is any.
+static int is_in_mode(void) {
+    int answer = truth(call0(any_function_mode));
+    return answer == 1 ? truth(call0(function_modes)) : answer;
+}
+
 static int has_hooks(PyObject *runtime, PyObject *name) {
     PyObject *chain = PyObject_GetAttr(runtime, name);
     if (chain == NULL) return -1;
@@ -100,7 +107,7 @@ static int may_launch(Caller *self, PyObject *const *inputs) {
     PyObject *level = PyDict_GetItemWithError(forward_ad, s__current_level);
     if (level == NULL) return PyErr_Occurred() ? -1 : 0;
     if (PyLong_AsLong(level) >= 0 || PyList_GET_SIZE(counters) > 0) return 0;
-    answer = truth(call0(function_modes));
+    answer = is_in_mode();
     if (answer != 0) return answer < 0 ? -1 : 0;
     answer = has_hooks(self->hooks, s_launch_enter_hook);
     if (answer != 0) return answer < 0 ? -1 : 0;
@@ -839,7 +846,7 @@ static int may_stream(PyObject *block, PyObject *state, PyObject *x) {
     if (level == NULL) return PyErr_Occurred() ? -1 : 0;
     if (PyLong_AsLong(level) >= 0) return 0;
     answer = truth(call0(dispatch_modes));
-    if (answer == 0) answer = truth(call0(function_modes));
+    if (answer == 0) answer = is_in_mode();
     if (answer == 0) answer = any_global_hook();
     if (answer != 0) return answer < 0 ? -1 : 0;
     answer = is_object(call0(transforms), Py_None);

@@ -136,7 +136,7 @@ class Plan:
                 not fits
                 or grad is not _is_grad_enabled()
                 or _forward_ad._current_level >= 0
-                or _function_modes()
+                or (_any_function_mode() and dispatch.function_modes())
                 or _counters
                 or not x.is_contiguous()
                 or getattr(hooks.launch_enter_hook, "calls", True)  # or set to a function
@@ -181,7 +181,7 @@ _guards: Any = torch._C._dynamo.guards
 _is_grad_enabled = torch.is_grad_enabled
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-_function_modes = torch._C._len_torch_function_stack
+_any_function_mode = torch._C._len_torch_function_stack
 _forward_ad = torch.autograd.forward_ad
 _counters = dispatch._counters
 
@@ -216,7 +216,8 @@ EXPORTED = ("call_module", "is_hooked", "ready_norm", "run_block")
 
 asked: dict[str, Any] = {
     "is_grad_enabled": _is_grad_enabled,
-    "function_modes": _function_modes,
+    "any_function_mode": _any_function_mode,
+    "function_modes": dispatch.function_modes,
     "current_device": _current_device,
     "current_stream": _current_stream,
     "empty": _empty,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.nn import Parameter
+from torch.utils._device import DeviceContext
 
 __all__ = [
     "DENSE",
@@ -23,6 +24,7 @@ __all__ = [
     "INTERPRETED",
     "MEMORY",
     "count_calls",
+    "function_modes",
     "is_plain",
     "is_traced",
     "kernel_obstacle",
@@ -132,11 +134,23 @@ def transforms_active() -> bool:
     )
 
 
+def function_modes() -> bool:
+    """Whether a TorchFunctionMode is active that may want to see calls.
+
+    That of a default device (``torch.set_default_device``) changes where tensors are made, no more.
+    """
+    stack = torch._C
+    return any(
+        type(stack._get_function_stack_at(i)) is not DeviceContext
+        for i in range(stack._len_torch_function_stack())
+    )
+
+
 def is_traced(tensors: Iterable[Tensor]) -> bool:
     """Whether a mode, a jit trace or a fake tensor must see an operator, not a launch."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
+        or function_modes()
         or torch._C._get_tracing_state() is not None
         or any(isinstance(tensor, FakeTensor) for tensor in tensors)
     )

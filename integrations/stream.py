@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from fusedops import direct
+from fusedops import direct, dispatch
 from fusedops.integrations.norms import (
     READY,
     SPEC,
@@ -67,7 +67,7 @@ _is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _any_autocast = torch._C._is_any_autocast_enabled
 any_global_hook = torch_module._has_any_global_hook
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
+_any_function_mode = torch._C._len_torch_function_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _jit_trace = torch._C._get_tracing_state
 _forward_ad = torch.autograd.forward_ad
@@ -967,7 +967,7 @@ def _may_stream(state: BlockState, x: Tensor) -> bool:
     return (
         (x.is_cuda or operators_serve(x))
         and not _dispatch_modes()
-        and not _function_modes()
+        and not (_any_function_mode() and dispatch.function_modes())
         and _transforms() is None
         and _forward_ad._current_level < 0
         and _jit_trace() is None

@@ -202,6 +202,8 @@ def test_what_does_not_fit_is_not_launched(make: Any) -> None:
 
     with Watching():
         assert call(*given) is None
+    with torch.device("cpu"), Watching(), torch.device("cpu"):
+        assert call(*given) is None
     with torch.autograd.forward_ad.dual_level():
         assert call(*given) is None
     seen = []
@@ -217,6 +219,8 @@ def test_what_does_not_fit_is_not_launched(make: Any) -> None:
     hooks.launch_enter_hook = chains
     assert launch.made == []
     assert call(*given) is not None
+    with torch.device("cpu"):  # as torch.set_default_device does, for all that follows
+        assert call(*given) is not None
 
 
 def test_errors_come_through_and_nothing_leaks(make: Any) -> None:

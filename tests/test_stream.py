@@ -1643,6 +1643,18 @@ def test_modes_and_transforms_run_unstreamed(llama: PreTrainedModel) -> None:
         assert model.to("meta")(torch.empty(1, 2, SIZE)).device.type == "meta"
 
 
+def test_a_default_device_is_no_mode_to_step_aside_for(llama: PreTrainedModel) -> None:
+    expected = logits(llama)
+    try:
+        torch.set_default_device("cpu")
+        warmed(llama)
+        found, alone, fused = counts(logits, llama)
+    finally:
+        torch.set_default_device(None)
+    assert (alone, fused) == (1, 6)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 # --- copies and threads ------------------------------------------------------------------------
 
 
