@@ -133,17 +133,17 @@ def test_no_fused_call_is_no_success(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("kernels_run")
 def test_a_wrong_norm_is_found(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plain, add = functional.layer_norm, functional.add_layer_norm
+    plain, add = functional.layer_norm, functional.linked_add_norm
 
     def slightly_off(*args: Any, **options: Any) -> Any:
         return plain(*args, **options) * 1.001
 
     def slightly_off_sum(*args: Any, **options: Any) -> Any:
-        y, summed = add(*args, **options)
-        return y * 1.001, summed
+        y, *sums = add(*args, **options)
+        return y * 1.001, *sums
 
     monkeypatch.setattr(functional, "layer_norm", slightly_off)
-    monkeypatch.setattr(functional, "add_layer_norm", slightly_off_sum)
+    monkeypatch.setattr(functional, "linked_add_norm", slightly_off_sum)
     report = tmp_path / "report.json"
     done = run(
         "compare", "tiny-gpt2", "--dtype", "fp32", "--continuation", 0, "--json", report

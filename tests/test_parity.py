@@ -76,22 +76,22 @@ def snapshot(model: nn.Module) -> list[Any]:
 
 @pytest.fixture
 def change_y(monkeypatch: pytest.MonkeyPatch) -> ChangeY:
-    """Put ``change(y, weight)`` in the place of y in both operators of a kind."""
+    """Put ``change(y, weight)`` in the place of y in the norms and fused adds of a kind."""
 
     def install(kind: str, change: Callable[[Tensor, Tensor], Tensor]) -> None:
-        plain, add = getattr(functional, f"{kind}_norm"), getattr(functional, f"add_{kind}_norm")
+        plain, add = getattr(functional, f"{kind}_norm"), functional.linked_add_norm
 
         def changed(x: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
             return change(plain(x, weight, *args, **options), weight)
 
         def add_changed(
             x: Tensor, residual: Tensor, weight: Tensor, *args: Any, **options: Any
-        ) -> tuple[Tensor, Tensor]:
-            y, summed = add(x, residual, weight, *args, **options)
-            return change(y, weight), summed
+        ) -> tuple[Tensor, ...]:
+            y, *sums = add(x, residual, weight, *args, **options)
+            return change(y, weight) if options["centered"] is (kind == "layer") else y, *sums
 
         monkeypatch.setattr(functional, f"{kind}_norm", changed)
-        monkeypatch.setattr(functional, f"add_{kind}_norm", add_changed)
+        monkeypatch.setattr(functional, "linked_add_norm", add_changed)
 
     return install
 
