@@ -199,40 +199,32 @@ def forward_config(
 
 # Likewise for the backward (bench/results/h200-tune-backward.json): block_size -> (block_rows,
 # num_warps, programs_per_sm, flags "p" packed).
-BACKWARD_RMS = {
-    64: (64, 8, 1, ""), 128: (64, 8, 1, ""), 256: (32, 8, 1, ""), 512: (8, 4, 2, ""),
-    1024: (4, 4, 2, "p"), 2048: (4, 8, 1, "p"), 4096: (2, 8, 1, "p"), 8192: (1, 8, 1, "p"),
-    16384: (1, 8, 1, ""),
+BACKWARD_NARROW = {64: (64, 8, 1, ""), 128: (64, 8, 1, ""), 256: (32, 8, 1, "")}
+BACKWARD_RMS = BACKWARD_NARROW | {
+    512: (8, 4, 2, ""), 1024: (4, 4, 2, "p"), 2048: (4, 8, 1, "p"), 4096: (2, 8, 1, "p"),
+    8192: (1, 8, 1, "p"), 16384: (1, 8, 1, ""),
 }  # fmt: skip
-BACKWARD_LAYER = {
-    64: (64, 8, 1, ""), 128: (64, 8, 1, ""), 256: (32, 8, 1, ""), 512: (8, 4, 2, ""),
-    1024: (4, 4, 2, "p"), 2048: (2, 8, 2, "p"), 4096: (2, 8, 1, "p"), 8192: (1, 8, 1, ""),
-    16384: (1, 8, 1, ""),
+BACKWARD_LAYER = BACKWARD_NARROW | {
+    512: (8, 4, 2, ""), 1024: (4, 4, 2, "p"), 2048: (2, 8, 2, "p"), 4096: (2, 8, 1, "p"),
+    8192: (1, 8, 1, ""), 16384: (1, 8, 1, ""),
 }  # fmt: skip
-BACKWARD_ADD_RMS = {
-    64: (64, 8, 1, ""), 128: (64, 8, 1, ""), 256: (32, 8, 1, ""), 512: (16, 8, 1, ""),
-    1024: (4, 4, 2, "p"), 2048: (4, 8, 1, ""), 4096: (2, 8, 1, ""), 8192: (1, 8, 1, "p"),
-    16384: (1, 16, 1, ""),
+BACKWARD_ADD_RMS = BACKWARD_NARROW | {
+    512: (16, 8, 1, ""), 1024: (4, 4, 2, "p"), 2048: (4, 8, 1, ""), 4096: (2, 8, 1, ""),
+    8192: (1, 8, 1, "p"), 16384: (1, 16, 1, ""),
 }  # fmt: skip
-BACKWARD_ADD_LAYER = {
-    64: (64, 8, 1, ""), 128: (64, 8, 1, ""), 256: (32, 8, 1, ""), 512: (16, 8, 1, ""),
-    1024: (8, 8, 1, ""), 2048: (4, 8, 1, "p"), 4096: (2, 8, 1, ""), 8192: (1, 8, 1, "p"),
-    16384: (1, 16, 1, ""),
+BACKWARD_ADD_LAYER = BACKWARD_NARROW | {
+    512: (16, 8, 1, ""), 1024: (8, 8, 1, ""), 2048: (4, 8, 1, "p"), 4096: (2, 8, 1, ""),
+    8192: (1, 8, 1, "p"), 16384: (1, 16, 1, ""),
 }  # fmt: skip
-MASKED_BACKWARD_RMS = {
+MASKED_BACKWARD = {  # without an add, either norm
     1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 4096: (1, 4, 2, ""), 8192: (1, 8, 1, ""),
 }  # fmt: skip
-MASKED_BACKWARD_LAYER = {
-    1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 4096: (1, 4, 2, ""), 8192: (1, 8, 1, ""),
-}  # fmt: skip
-MASKED_BACKWARD_ADD_RMS = {1024: (8, 8, 1, ""), 2048: (4, 8, 1, ""), 8192: (1, 8, 1, "")}
-MASKED_BACKWARD_ADD_LAYER = {
-    1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 4096: (2, 8, 1, ""), 8192: (1, 8, 1, ""),
-}  # fmt: skip
+MASKED_BACKWARD_ADD_RMS = {1024: (8, 8, 1, ""), 8192: (1, 8, 1, "")}
+MASKED_BACKWARD_ADD_LAYER = {1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 8192: (1, 8, 1, "")}
 
 BACKWARD = {  # as FORWARD
-    (False, False): (BACKWARD_RMS, BACKWARD_RMS | MASKED_BACKWARD_RMS),
-    (True, False): (BACKWARD_LAYER, BACKWARD_LAYER | MASKED_BACKWARD_LAYER),
+    (False, False): (BACKWARD_RMS, BACKWARD_RMS | MASKED_BACKWARD),
+    (True, False): (BACKWARD_LAYER, BACKWARD_LAYER | MASKED_BACKWARD),
     (False, True): (BACKWARD_ADD_RMS, BACKWARD_ADD_RMS | MASKED_BACKWARD_ADD_RMS),
     (True, True): (BACKWARD_ADD_LAYER, BACKWARD_ADD_LAYER | MASKED_BACKWARD_ADD_LAYER),
 }
