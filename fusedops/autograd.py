@@ -157,6 +157,21 @@ def unit_stride(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
 
 
+def training_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    spec: Spec,
+    prepared: tuple[Any, ...] | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """`kernel_forward` with statistics; `direct.launch` with ``prepared`` where that serves."""
+    if prepared is None:
+        return kernel_forward(x, residual, weight, bias, eps, spec, save_statistics=True)
+    return direct.launch(x, *prepared)
+
+
 class NormFunction(torch.autograd.Function):
     """(x, residual, weight, bias) -> y, or (y, summed) with a residual.
 
@@ -175,11 +190,7 @@ class NormFunction(torch.autograd.Function):
         spec: Spec,
         prepared: tuple[Any, ...] | None,
     ) -> Any:
-        y, summed, mean, rstd = (
-            kernel_forward(x, residual, weight, bias, eps, spec, save_statistics=True)
-            if prepared is None
-            else direct.launch(x, *prepared)
-        )
+        y, summed, mean, rstd = training_forward(x, residual, weight, bias, eps, spec, prepared)
         s = x if summed is None else summed
         ctx.save_for_backward(s, weight, mean, rstd)
         ctx.set_materialize_grads(False)
@@ -270,11 +281,7 @@ class SumFunction(torch.autograd.Function):
         prepared: tuple[Any, ...] | None,
         made: list[Tensor | None],
     ) -> Any:
-        y, summed, mean, rstd = (
-            kernel_forward(x, residual, *vectors, eps, spec, save_statistics=True)
-            if prepared is None
-            else direct.launch(x, *prepared)
-        )
+        y, summed, mean, rstd = training_forward(x, residual, *vectors, eps, spec, prepared)
         made += y, mean, rstd
         ctx.set_materialize_grads(False)
         ctx.dtypes = x.dtype, residual.dtype
