@@ -11,18 +11,9 @@ each up to a synchronise.
 """
 
 import argparse
-import gc
-import json
-import operator
-import statistics
-import sys
-import time
 
 import torch
-import transformers
-import triton
-from e2e import shared_copy, wall
-from record import commit
+from e2e import round_ratio, shared_copy, take_turns, wall, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedops
@@ -110,18 +101,10 @@ def main():
                 torch.testing.assert_close(call(), expected, rtol=0.1, atol=0.1)
                 wall(call, lambda: None)
                 print(f"{measure} {name}: ready", flush=True)
-            times = {name: [] for name in calls}
-            gc.collect()
-            gc.disable()
-            deadline = time.perf_counter() + options.seconds
-            order = list(calls)
-            while time.perf_counter() < deadline:
-                for name in order:
-                    times[name].append(wall(calls[name], lambda: None))
-                order.append(order.pop(0))
-            gc.enable()
+            turns = {name: (call, lambda: None) for name, call in calls.items()}
+            times = take_turns(turns, options.seconds)
         for name, values in times.items():
-            ratio = statistics.median(map(operator.truediv, times["compiled"], values))
+            ratio = round_ratio(times, "compiled", name)
             rows.append(
                 {
                     "measure": measure,
@@ -132,20 +115,7 @@ def main():
                 }
             )
             print(f"{measure:8s} {name:28s} {min(values):8.3f} ms  x{ratio:.3f}", flush=True)
-    with open(options.out, "w") as file:
-        json.dump(
-            {
-                "gpu": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "transformers": transformers.__version__,
-                "commit": commit(),
-                "command": " ".join(sys.argv),
-                "rows": rows,
-            },
-            file,
-            indent=1,
-        )
+    write(options.out, rows)
 
 
 if __name__ == "__main__":

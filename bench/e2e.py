@@ -101,6 +101,47 @@ def wall(call, reset):
     return elapsed
 
 
+def take_turns(calls, seconds):
+    """{name: wall times in ms} of {name: (what is timed, what is done after it)}.
+
+    Each round goes in another order: what ran before heats the GPU or fills caches.
+    """
+    times = {name: [] for name in calls}
+    gc.collect()
+    gc.disable()  # a collection, some 40 ms here, would hit one variant or another
+    deadline = time.perf_counter() + seconds
+    order = list(calls)
+    while time.perf_counter() < deadline:
+        for name in order:
+            times[name].append(wall(*calls[name]))
+        order.append(order.pop(0))
+    gc.enable()
+    return times
+
+
+def round_ratio(times, base, name):
+    """The median, over the rounds, of how much faster ``name`` was than ``base``."""
+    return statistics.median(map(operator.truediv, times[base], times[name]))
+
+
+def write(path, rows):
+    with open(path, "w") as file:
+        json.dump(
+            {
+                "gpu": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "transformers": transformers.__version__,
+                "fusedops": fusedops.__version__,
+                "commit": commit(),
+                "command": " ".join(sys.argv),
+                "rows": rows,
+            },
+            file,
+            indent=1,
+        )
+
+
 def kernels(call, reset):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
@@ -133,21 +174,9 @@ def main():
                     for call in calls.values():
                         wall(*call)
                 launched = {key: kernels(*call) for key, call in calls.items()}
-                times = {key: [] for key in calls}
-                gc.collect()
-                gc.disable()  # a collection, some 40 ms here, would hit one variant or another
-                deadline = time.perf_counter() + options.seconds
-                order = list(calls)
-                while time.perf_counter() < deadline:
-                    for key in order:
-                        times[key].append(wall(*calls[key]))
-                    order.append(order.pop(0))  # what ran before heats the GPU or fills caches
-            gc.enable()
+                times = take_turns(calls, options.seconds)
             best = {key: min(values) for key, values in times.items()}
-            rounds = {
-                key: statistics.median(map(operator.truediv, times["unpatched"], values))
-                for key, values in times.items()
-            }
+            rounds = {key: round_ratio(times, "unpatched", key) for key in times}
             for key in calls:
                 rows.append(
                     {
@@ -171,21 +200,7 @@ def main():
             del models, calls
         del base
         torch.cuda.empty_cache()
-    with open(options.out, "w") as file:
-        json.dump(
-            {
-                "gpu": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "transformers": transformers.__version__,
-                "fusedops": fusedops.__version__,
-                "commit": commit(),
-                "command": " ".join(sys.argv),
-                "rows": rows,
-            },
-            file,
-            indent=1,
-        )
+    write(options.out, rows)
 
 
 if __name__ == "__main__":
