@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
@@ -121,6 +122,15 @@ def is_plain(tensor: Tensor) -> bool:
     return (kind is Tensor or kind is Parameter) and (
         torch._C._dispatch_keys(tensor).raw_repr() & MEMORY == DENSE
     )
+
+
+def is_traceable(tensor: Tensor) -> bool:
+    """Whether this object takes part in operators that are registered with torch.
+
+    Other subclasses need not know them: a DTensor does not.
+    """
+    kind = type(tensor)
+    return kind is Tensor or kind is Parameter or isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
 def transforms_active() -> bool:

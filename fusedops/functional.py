@@ -289,10 +289,12 @@ def _apply(
             obstacle = "a torch.func transform or forward-mode AD is active"
         else:
             traced = dispatch.is_traced(tensors)
-            if not traced and not all(map(dispatch.is_plain, tensors)):
+            suits = dispatch.is_traceable if traced else dispatch.is_plain
+            if not all(map(suits, tensors)):
                 obstacle = (
                     f"tensor subclasses ({', '.join(sorted({type(t).__name__ for t in tensors}))})"
                 )
+                traced = False
     if obstacle is not None:
         if not traced:
             dispatch.log_once(f"{name}: reference, because {obstacle}")

@@ -401,6 +401,43 @@ def test_tensor_subclass_keeps_its_type(op, device):
         torch.testing.assert_close(out.as_subclass(torch.Tensor), plain, rtol=1e-5, atol=1e-5)
 
 
+def test_dispatch_modes_and_subclasses_that_know_no_operator(op, device):
+    """As DTensors, which know torch's operators only, under a mode that counts communication."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map_only
+
+    class Wrapped(torch.Tensor):
+        @staticmethod
+        def __new__(cls, held):
+            return torch.Tensor._make_wrapper_subclass(
+                cls, held.shape, held.stride(), dtype=held.dtype, device=held.device
+            )
+
+        def __init__(self, held):
+            self.held = held
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            if func.namespace == "fusedops":
+                raise NotImplementedError(func)
+            args, kwargs = tree_map_only(Wrapped, lambda t: t.held, (args, kwargs or {}))
+            return tree_map_only(torch.Tensor, Wrapped, func(*args, **kwargs))
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    inputs = op.inputs((4, 40), FP32, device)
+    expected = op.run(inputs, inputs["x"])
+    leaves = {name: Wrapped(t).requires_grad_() for name, t in inputs.items()}
+    with Watch():
+        y = op.call(leaves)[0]
+        found = torch.autograd.grad(y, list(leaves.values()), Wrapped(inputs["x"]))
+    torch.testing.assert_close(y.held, expected.y, rtol=1e-5, atol=1e-5)
+    for name, gradient in zip(leaves, found, strict=True):
+        torch.testing.assert_close(gradient.held, expected.grads[name], rtol=1e-4, atol=1e-5)
+
+
 # Autocast ----------------------------------------------------------------------------------------
 
 
