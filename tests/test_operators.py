@@ -186,6 +186,23 @@ def test_nan_in_one_sliced_row(op, device):
     assert torch.equal(y[::2], expected[::2])
 
 
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("parts", ["whole", "small_blocks", "sliced"])
+def test_constant_rows_whose_squares_overflow(op, parts, device, request):
+    """They centre to zero, also where a row's statistics are merged from those of its parts."""
+    if not op.centers:
+        pytest.skip("RMSNorm needs the squares themselves")
+    if parts != "whole":
+        request.getfixturevalue(parts)
+    inputs = op.inputs((3, 145), FP32, device)
+    inputs["x"][1] = 3e30
+    if op.adds:
+        inputs["residual"][1] = 0.0
+    y, _ = op.call(inputs)
+    assert torch.equal(y[1], inputs["bias"])
+
+
 @pytest.mark.gpu
 def test_sliced_rows_on_several_streams_at_once(op):
     """Programs that wait for each other, of launches that take each other's places on the GPU."""
@@ -230,13 +247,13 @@ def test_rows_are_sliced_only_where_all_their_programs_fit(monkeypatch):
         for n_cols in (16384, 32768, 65536, 131072, 262144):
             for itemsize, centered, adds in ((2, True, False), (4, False, True)):
                 for processors in (1, 7, 16, 64, 132):
-                    chosen = choose(n_cols, itemsize, centered, adds, processors)
+                    chosen = choose(n_cols, itemsize, centered, adds, config.Gpu(processors))
                     assert chosen.slices <= processors
-    assert config.backward_config.__wrapped__(65536, 2, False, False, 132).slices == 32
-    assert config.backward_config.__wrapped__(65536, 2, False, False, 16).slices == 16
-    assert config.backward_config.__wrapped__(65536, 2, False, False, 15).slices == 1
-    assert config.backward_config.__wrapped__(65537, 2, False, False, 132).slices == 1
-    assert config.backward_config.__wrapped__(65536, 8, False, False, 132).slices == 1
+    assert config.backward_config.__wrapped__(65536, 2, False, False, config.Gpu(132)).slices == 32
+    assert config.backward_config.__wrapped__(65536, 2, False, False, config.Gpu(16)).slices == 16
+    assert config.backward_config.__wrapped__(65536, 2, False, False, config.Gpu(15)).slices == 1
+    assert config.backward_config.__wrapped__(65537, 2, False, False, config.Gpu(132)).slices == 1
+    assert config.backward_config.__wrapped__(65536, 8, False, False, config.Gpu(132)).slices == 1
 
 
 @pytest.mark.parametrize("shape", [(3000,), (5, 11, 40), (3, 1, 5, 3, 48)], ids=str)
