@@ -181,9 +181,9 @@ class GpuTimer:
                     taken[name][1].append(flushed)
         return failed | {n: tuple(map(statistics.median, both)) for n, both in taken.items()}
 
-    def copy_bandwidth(self):
-        """TB/s of a copy of 2^27 bf16 elements, bytes read and written."""
-        source = torch.randn(2**27, device="cuda", dtype=torch.bfloat16)
+    def copy_bandwidth(self, elements=2**27):
+        """TB/s of a copy of so many bf16 elements, bytes read and written."""
+        source = torch.randn(elements, device="cuda", dtype=torch.bfloat16)
         target = torch.empty_like(source)
         (time_us, _) = self.times({"copy": [lambda: target.copy_(source)]})["copy"]
         return source.numel() * 4 / time_us * 1e-6
@@ -321,7 +321,14 @@ def benchmark(options, timer, device="cuda", started=None):
     copy_tb_s = timer.copy_bandwidth()
     print(f"copy {copy_tb_s:.3f} TB/s", flush=True)
     number, rows = len(content["runs"]), content["rows"]
-    run = {**record.environment(missing), "copy_tb_s": round(copy_tb_s, 4), "left_out": 0}
+    # What most of the shapes could reach at best: a copy of as many elements.
+    smaller = timer.copy_bandwidth(2**26)
+    run = {
+        **record.environment(missing),
+        "copy_tb_s": round(copy_tb_s, 4),
+        "copy_tb_s_of_2^26": round(smaller, 4),
+        "left_out": 0,
+    }
     content["runs"].append(run)
     for case in select(options):
         if time.monotonic() - started > options.budget:

@@ -2,7 +2,7 @@
 """Time launch configurations against each other: where the numbers in kernels/config.py come from.
 
     python bench/tune.py --out tune.json [--seconds 280] [--directions forward backward]
-                         [--operators rms_norm] [--widths 4096 65536]
+                         [--operators rms_norm] [--widths 4096 65536] [--names '1x4.*n2$']
 
 The cases, one for each direction, operator and width, go in the order of what is hoped for from
 them, until the time is over. All cores but two compile ahead, and drop candidates that spill.
@@ -20,6 +20,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from typing import NamedTuple
@@ -28,6 +29,7 @@ import torch
 import triton
 
 from fusedops.kernels import config, launch
+from fusedops.kernels.backward import reduce_partials_kernel
 
 OPERATORS = {  # centered, adds
     "rms_norm": (False, False),
@@ -63,6 +65,8 @@ def cases():
         ("backward", 262144), ("backward", 4096), ("backward", 8192), ("backward", 2048),
         ("backward", 1024), ("backward", 5120), ("backward", 256), ("backward", 768),
         ("forward", 768), ("forward", 1600), ("forward", 3072), ("forward", 7168),
+        ("backward", 2560), ("backward", 6144), ("backward", 3072), ("backward", 7168),
+        ("backward", 1600), ("backward", 3584), ("forward", 3584), ("forward", 6144),
     ):  # fmt: skip
         for operator in OPERATORS:
             yield Case(direction, operator, width)
@@ -71,13 +75,15 @@ def cases():
 def today(case):
     """The configuration that the table holds now."""
     choose = config.forward_config if case.direction == "forward" else config.backward_config
-    return choose(case.width, 2, *OPERATORS[case.operator])
+    return choose(case.width, 2, *OPERATORS[case.operator], launch.gpu_of(torch.device(DEVICE, 0)))
 
 
-def candidates(case):
+def candidates(case, names=""):
+    """Today's configuration, and others whose names the regular expression finds."""
     yield today(case)
     made = forward_candidates if case.direction == "forward" else backward_candidates
-    yield from (one for one in made(case.width) if one != today(case))
+    others = (one for one in made(case.width) if one != today(case))
+    yield from (one for one in others if re.search(names, describe(one)))
 
 
 def forward_candidates(width):
@@ -106,21 +112,25 @@ def forward_candidates(width):
 
 
 def backward_candidates(width):
-    """One to four a multiprocessor, if they spill little or nothing."""
+    """One to three a multiprocessor, if they spill little or nothing."""
     block = config.next_power_of_2(width)
+    shared = launch.gpu_of(torch.device(DEVICE, 0)).shared_memory
     for tile, warps, stages in itertools.product((4096, 8192, 16384), (4, 8, 16), (1, 2, 3)):
         rows, each = tile // block, tile // (32 * warps)
         buffers = 3 * tile * 2 * (stages - 1)  # of the add forms, the larger
-        if rows < 1 or not 16 <= each <= 32 or rows > 64 or buffers > config.SHARED_MEMORY:
+        # Of a tile that is not full, some of a thread's elements are none.
+        if rows < 1 or not 16 <= each <= (32 if block == width else 64) or rows > 64:
             continue
-        if stages == 1 and block < 8192:
+        if buffers > shared or (stages == 1 and block < 8192):
             continue
         for programs_per_sm in (1, 2, 3):
+            if programs_per_sm * tile > 3 * 8192 or programs_per_sm * buffers > shared:
+                continue
             one = config.LaunchConfig(
                 rows, block, warps, stages, programs_per_sm=programs_per_sm, packed=True
             )
             yield one
-            if each == 16 and block < 8192:
+            if each * width <= 40 * block and block < 16384:
                 yield dataclasses.replace(one, packed=False)
     if width < 12288:
         return
@@ -271,14 +281,16 @@ def compile_candidate(job):
     """
     case, chosen = job
     captured = []
+    gpu = launch.gpu_of(torch.device(DEVICE, 0))  # the tensors are on no device
     launch.run = lambda call, device: captured.append(call)
+    launch.gpu_of = lambda device: gpu
     try:
         Tensors(case, 2, "meta").call(chosen)
         for call in captured:
             # Dtypes stand for aligned tensors.
             dtypes = [a.dtype if isinstance(a, torch.Tensor) else a for a in call.arguments]
             compiled = call.kernel.warmup(*dtypes, grid=call.grid, **call.meta)
-            if call is captured[0]:
+            if call.kernel is not reduce_partials_kernel:
                 compiled._init_handles()
                 found = compiled.n_regs, compiled.n_spills, compiled.metadata.shared
         return found
@@ -443,6 +455,7 @@ def main():
     parser.add_argument("--directions", nargs="+", default=["forward", "backward"])
     parser.add_argument("--operators", nargs="+", default=list(OPERATORS))
     parser.add_argument("--widths", nargs="+", type=int)
+    parser.add_argument("--names", default="", help="a regular expression; as in the output")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
 
@@ -453,7 +466,11 @@ def main():
         and case.operator in options.operators
         and (options.widths is None or case.width in options.widths)
     ]
-    jobs = list(dict.fromkeys(compiler_job(c, one) for c in chosen_cases for one in candidates(c)))
+    jobs = list(
+        dict.fromkeys(
+            compiler_job(c, one) for c in chosen_cases for one in candidates(c, options.names)
+        )
+    )
     print(f"{len(jobs)} kernels of {len(chosen_cases)} cases", flush=True)
     cores = max(1, min(16, os.cpu_count() or 1) - 2)
     pool = multiprocessing.get_context("spawn").Pool(cores)
@@ -473,7 +490,7 @@ def main():
 
     for case in chosen_cases:
         found = []
-        for one in candidates(case):
+        for one in candidates(case, options.names):
             while compiler_job(case, one) not in compiled and time.monotonic() < end:
                 compiled.update([next(compiling)])
             if time.monotonic() > end - 1:

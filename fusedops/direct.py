@@ -409,7 +409,7 @@ def _plan(
         itemsize,
         spec.centered,
         residual is not None,
-        kernel_launch.multiprocessors(x.device),
+        kernel_launch.gpu_of(x.device),
     )
     if config.slices > 1:
         return  # each such call needs memory of its own
@@ -455,7 +455,7 @@ def _kernel(
     key = (options, *dtypes, n_cols, x.get_device(), statistics)
     if key in _kernels:
         return _kernels[key]
-    from fusedops.kernels.launch import TRITON_RELEASE, prepare_forward
+    from fusedops.kernels.launch import TRITON_RELEASE, gpu_of, prepare_forward
 
     def stand_in(dtype: torch.dtype | None, *shape: int) -> Any:
         return None if dtype is None else x.new_empty(shape, dtype=dtype, device="meta")
@@ -473,6 +473,7 @@ def _kernel(
         centered=spec.centered,
         cast_input=spec.cast_input,
         weight_offset=spec.weight_offset,
+        gpu=gpu_of(x.device),
     )
     # Dtypes stand for aligned tensors.
     arguments = [a.dtype if isinstance(a, Tensor) else a for a in call.arguments]

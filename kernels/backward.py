@@ -13,14 +13,22 @@ same with no mean (Zhang & Sennrich 2019, arXiv:1910.07467, section 4).
 Shapes: s, dy, dsum, ds (n_rows, n_cols); weight (n_cols,); mean, rstd (n_rows,). Accumulation is
 in fp32 (fp64 for fp64 rows), from the load to the store. dweight and dbias are summed within each
 program into one row of ``dweight_partial_ptr`` / ``dbias_partial_ptr`` (n_programs, n_cols), and
-`reduce_partials_kernel` adds those rows in a fixed order: no atomics, the same bits each run.
+`reduce_partials_kernel` adds those rows in a fixed order: no atomics, the same bits each run. A
+program that is the only one writes the gradients itself.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fusedops.kernels.arithmetic import divide_by, opaque, round_to, row_offsets, sum_both
+from fusedops.kernels.arithmetic import (
+    divide_by,
+    opaque,
+    round_to,
+    row_offsets,
+    start,
+    start_next,
+    sum_both,
+)
 from fusedops.kernels.exchange import look, receive, send, take_ticket
 
 __all__ = [
@@ -60,6 +68,19 @@ def normalised(s, mean, rstd, mask, ACC, CENTERED: tl.constexpr, MASKED: tl.cons
     return x_hat * rstd
 
 
+@triton.jit
+def store_sum(total, partial_ptrs, gradient_ptrs, mask, alone):
+    """What a program's rows (BLOCK_ROWS, BLOCK_SIZE) add to a gradient.
+
+    It is the gradient itself where the program is ``alone``; otherwise the partial sum.
+    """
+    total = tl.sum(total, axis=0)
+    if alone:
+        tl.store(gradient_ptrs, round_to(total, gradient_ptrs.dtype.element_ty), mask=mask)
+    else:
+        tl.store(partial_ptrs, total, mask=mask)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
 def norm_backward_kernel(
     s_ptr,
@@ -71,6 +92,8 @@ def norm_backward_kernel(
     ds_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
+    dweight_ptr,
+    dbias_ptr,
     n_rows,
     n_inner,
     s_row_stride,
@@ -97,6 +120,7 @@ def norm_backward_kernel(
     MASKED: tl.constexpr = BLOCK_SIZE != N_COLS
     ACC: tl.constexpr = tl.float64 if s_ptr.dtype.element_ty == tl.float64 else tl.float32
 
+    start(OVERLAPPED)
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_SIZE)
     col_mask = (cols < N_COLS) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
@@ -104,9 +128,9 @@ def norm_backward_kernel(
     if weight_ptr is not None:
         stored_weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
         weight = as_factor(stored_weight, ACC, WEIGHT_OFFSET)
-    if dweight_partial_ptr is not None:
+    if dweight_ptr is not None:
         dweight = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
-    if dbias_partial_ptr is not None:
+    if dbias_ptr is not None:
         dbias = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
 
     n_tiles = (n_rows - 1) // BLOCK_ROWS + 1  # unlike tl.cdiv, cannot overflow
@@ -124,9 +148,9 @@ def norm_backward_kernel(
             mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
         x_hat = normalised(s, mean, rstd, columns, ACC, CENTERED, MASKED)
         g = dy.to(ACC)
-        if dweight_partial_ptr is not None:
+        if dweight_ptr is not None:
             dweight += g * x_hat
-        if dbias_partial_ptr is not None:
+        if dbias_ptr is not None:
             dbias += g
         if ds_ptr is not None:
             if weight_ptr is not None:
@@ -154,13 +178,13 @@ def norm_backward_kernel(
             ds_offsets = (rows * ds_row_stride)[:, None] + cols[None, :]
             tl.store(ds_ptr + ds_offsets, round_to(ds, ds_ptr.dtype.element_ty), mask=mask)
 
-    if OVERLAPPED:
-        gdc_launch_dependents()
-    partial_offsets = pid.to(tl.int64) * N_COLS + cols
-    if dweight_partial_ptr is not None:
-        tl.store(dweight_partial_ptr + partial_offsets, tl.sum(dweight, axis=0), mask=col_mask)
-    if dbias_partial_ptr is not None:
-        tl.store(dbias_partial_ptr + partial_offsets, tl.sum(dbias, axis=0), mask=col_mask)
+    start_next(OVERLAPPED)
+    offsets = pid.to(tl.int64) * N_COLS + cols
+    alone = tl.num_programs(0) == 1
+    if dweight_ptr is not None:
+        store_sum(dweight, dweight_partial_ptr + offsets, dweight_ptr + cols, col_mask, alone)
+    if dbias_ptr is not None:
+        store_sum(dbias, dbias_partial_ptr + offsets, dbias_ptr + cols, col_mask, alone)
 
 
 LAG = tl.constexpr(2)  # one and three turns were slower
@@ -184,6 +208,8 @@ def norm_backward_sliced_kernel(
     ds_ptr,
     dweight_partial_ptr,
     dbias_partial_ptr,
+    dweight_ptr,
+    dbias_ptr,
     exchange_ptr,
     n_rows,
     n_inner,
@@ -213,6 +239,7 @@ def norm_backward_sliced_kernel(
     N_SLICES: tl.constexpr = (N_COLS - 1) // SLICE_COLS + 1
     MASKED: tl.constexpr = N_SLICES * BLOCK_SIZE != N_COLS
 
+    start(OVERLAPPED)
     ticket = take_ticket(exchange_ptr)
     first = ticket // N_SLICES
     index = (ticket % N_SLICES).to(tl.int32)
@@ -227,9 +254,9 @@ def norm_backward_sliced_kernel(
         weight = as_factor(
             tl.load(weight_ptr + cols, mask=col_mask, other=1.0), tl.float32, WEIGHT_OFFSET
         )
-    if dweight_partial_ptr is not None:
+    if dweight_ptr is not None:
         dweight = tl.zeros((1, BLOCK_SIZE), dtype=tl.float32)
-    if dbias_partial_ptr is not None:
+    if dbias_ptr is not None:
         dbias = tl.zeros((1, BLOCK_SIZE), dtype=tl.float32)
 
     # The first LAG turns only send, the last ones only finish: where a row is not there, its masked
@@ -254,9 +281,9 @@ def norm_backward_sliced_kernel(
 
         x_hat = normalised(next_s, next_mean, next_rstd, mask, tl.float32, CENTERED, MASKED)
         g = next_dy.to(tl.float32)
-        if dweight_partial_ptr is not None:
+        if dweight_ptr is not None:
             dweight += g * x_hat
-        if dbias_partial_ptr is not None:
+        if dbias_ptr is not None:
             dbias += g
         if ds_ptr is not None:
             if weight_ptr is not None:
@@ -299,13 +326,12 @@ def norm_backward_sliced_kernel(
                 mask=here,
             )
 
-    if OVERLAPPED:
-        gdc_launch_dependents()
-    partial_offsets = first * N_COLS + cols
-    if dweight_partial_ptr is not None:
-        tl.store(dweight_partial_ptr + partial_offsets, tl.sum(dweight, axis=0), mask=col_mask)
-    if dbias_partial_ptr is not None:
-        tl.store(dbias_partial_ptr + partial_offsets, tl.sum(dbias, axis=0), mask=col_mask)
+    start_next(OVERLAPPED)
+    offsets = first * N_COLS + cols
+    if dweight_ptr is not None:
+        store_sum(dweight, dweight_partial_ptr + offsets, dweight_ptr + cols, col_mask, step == 1)
+    if dbias_ptr is not None:
+        store_sum(dbias, dbias_partial_ptr + offsets, dbias_ptr + cols, col_mask, step == 1)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
@@ -330,6 +356,7 @@ def norm_backward_looped_kernel(
     CENTERED: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """ds alone for rows beyond one block: one row a program, in chunks, read twice.
 
@@ -337,6 +364,7 @@ def norm_backward_looped_kernel(
     """
     ACC: tl.constexpr = tl.float64 if s_ptr.dtype.element_ty == tl.float64 else tl.float32
 
+    start(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     s_ptr += row_offsets(row, n_inner, s_outer_stride, s_row_stride)
     dy_ptr += row_offsets(row, n_inner, dy_outer_stride, dy_row_stride)
@@ -349,8 +377,8 @@ def norm_backward_looped_kernel(
 
     g_sum = tl.zeros((1, BLOCK_SIZE), dtype=ACC)
     gx_sum = tl.zeros((1, BLOCK_SIZE), dtype=ACC)
-    for start in range(0, N_COLS, BLOCK_SIZE):
-        cols = start + tl.arange(0, BLOCK_SIZE)
+    for begin in range(0, N_COLS, BLOCK_SIZE):
+        cols = begin + tl.arange(0, BLOCK_SIZE)
         col_mask = cols < N_COLS
         mask = col_mask[None, :]
         s = tl.load(s_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
@@ -364,8 +392,8 @@ def norm_backward_looped_kernel(
     gx_mean = divide_by(tl.sum(gx_sum, axis=1), N_COLS)[:, None]
     g_mean = divide_by(tl.sum(g_sum, axis=1), N_COLS)[:, None]
 
-    for start in range(0, N_COLS, BLOCK_SIZE):
-        cols = start + tl.arange(0, BLOCK_SIZE)
+    for begin in range(0, N_COLS, BLOCK_SIZE):
+        cols = begin + tl.arange(0, BLOCK_SIZE)
         col_mask = cols < N_COLS
         mask = col_mask[None, :]
         s = tl.load(s_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
@@ -399,6 +427,7 @@ def weight_gradient_kernel(
     CENTERED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """Partial dweight and dbias for rows beyond one block.
 
@@ -407,6 +436,7 @@ def weight_gradient_kernel(
     """
     ACC: tl.constexpr = tl.float64 if s_ptr.dtype.element_ty == tl.float64 else tl.float32
 
+    start(OVERLAPPED)
     cols = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     col_mask = cols < N_COLS
     partial = tl.program_id(1)
@@ -441,8 +471,8 @@ def sum_partials(partial_ptr, out_ptr, n_partials, n_cols, BLOCK_ROWS, BLOCK_SIZ
     cols = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     col_mask = cols < n_cols
     total = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=partial_ptr.dtype.element_ty)
-    for start in range(0, n_partials, BLOCK_ROWS):
-        rows = start + tl.arange(0, BLOCK_ROWS)
+    for begin in range(0, n_partials, BLOCK_ROWS):
+        rows = begin + tl.arange(0, BLOCK_ROWS)
         offsets = tl.cast(rows, tl.int64)[:, None] * n_cols + cols[None, :]
         mask = (rows < n_partials)[:, None] & col_mask[None, :]
         total += tl.load(partial_ptr + offsets, mask=mask, other=0.0)
@@ -465,11 +495,9 @@ def reduce_partials_kernel(
 ):
     """dweight and dbias (n_cols,) in their own dtype, from the programs' partial sums.
 
-    The grid is (column blocks, gradients that are wanted). OVERLAPPED: it was started before the
-    kernel that makes the partial sums is done, so that its launch takes no time of its own.
+    The grid is (column blocks, gradients that are wanted).
     """
-    if OVERLAPPED:
-        gdc_wait()
+    start(OVERLAPPED)
     if dbias_partial_ptr is None:
         sum_partials(dweight_partial_ptr, dweight_ptr, n_partials, n_cols, BLOCK_ROWS, BLOCK_SIZE)
     elif dweight_partial_ptr is None:

@@ -7,12 +7,14 @@ result never depends on the batch it came in. There is no autotuner for the same
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 
 __all__ = [
     "LOOPED_PARTIALS",
+    "Gpu",
     "LaunchConfig",
     "backward_config",
     "forward_config",
@@ -50,6 +52,21 @@ class LaunchConfig:
     packed: bool = False
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """What configurations depend on of a GPU's architecture.
+
+    processors: multiprocessors, of which each runs at least one program at a time.
+    shared_memory: bytes of it that one program may take.
+    overlaps: a kernel may be started while the one before it still runs, and wait within
+        (programmatic dependent launch).
+    """
+
+    processors: int
+    shared_memory: int = 99 * 1024  # of sm_86, sm_89 and sm_120; others have more
+    overlaps: bool = False
+
+
 # What slices and packed are made of is NVIDIA's, and Triton's interpreter, which runs programs one
 # after another, would wait forever for a row's other slices.
 NVIDIA = torch.version.hip is None and not triton.knobs.runtime.interpret
@@ -77,7 +94,7 @@ FORWARD_RMS = {
 }  # fmt: skip
 FORWARD_LAYER = {
     64: (16, 1, ""), 128: (8, 1, ""), 256: (4, 1, "p"), 512: (2, 1, "p"), 1024: (1, 2, "p"),
-    2048: (1, 2, "wp"), 4096: (1, 4, "wp"), 8192: (1, 8, ""), 16384: (1, 8, "p"),
+    2048: (1, 2, "wp"), 4096: (1, 4, "wp"), 8192: (1, 8, ""), 16384: (1, 8, ""),
     32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_ADD_RMS = {
@@ -90,15 +107,16 @@ FORWARD_ADD_LAYER = {
     2048: (1, 4, "w"), 4096: (1, 16, "w"), 8192: (1, 16, "w"), 16384: (1, 8, ""),
     32768: (1, 32, "p"),
 }  # fmt: skip
-# Rows that do not fill their block (measured at 768, 1600, 2560, 3072, 5120, 7168 and 12288) leave
-# warps idle, and masking costs instructions: these want fewer warps.
+# Rows that do not fill their block leave warps idle, and masking costs instructions: these want
+# fewer warps, and best a number by whose share of the columns the row can be divided. The keys are
+# the longest rows that an entry is for (measured at 768, 1600, 2560, 3072, 5120, 7168 and 12288).
 MASKED_RMS = {
     1024: (1, 1, "wp"), 2048: (1, 2, "wp"), 4096: (1, 4, "w"), 8192: (1, 8, "wp"),
     16384: (1, 8, "wp"),
 }  # fmt: skip
 MASKED_LAYER = {
-    1024: (1, 1, "wp"), 2048: (1, 1, "wp"), 4096: (1, 2, "wp"), 8192: (1, 4, "wp"),
-    16384: (1, 8, ""),
+    1024: (1, 1, "wp"), 2048: (1, 1, "wp"), 2560: (1, 2, "wp"), 3072: (1, 4, "p"),
+    4096: (1, 2, "wp"), 8192: (1, 4, "wp"), 16384: (1, 8, ""),
 }  # fmt: skip
 MASKED_ADD_RMS = {
     1024: (1, 4, "wp"), 2048: (1, 4, "w"), 4096: (1, 8, "w"), 8192: (1, 4, "w"), 16384: (1, 16, ""),
@@ -108,7 +126,7 @@ MASKED_ADD_LAYER = {
     16384: (1, 16, "w"),
 }  # fmt: skip
 
-FORWARD = {  # (centered, adds) -> rows that fill their block, rows that do not
+FORWARD = {  # (centered, adds) -> (of rows that fill their block, of rows that do not)
     (False, False): (FORWARD_RMS, FORWARD_RMS | MASKED_RMS),
     (True, False): (FORWARD_LAYER, FORWARD_LAYER | MASKED_LAYER),
     (False, True): (FORWARD_ADD_RMS, FORWARD_ADD_RMS | MASKED_ADD_RMS),
@@ -132,7 +150,7 @@ BACKWARD_SLICE = 2048
 MAX_SLICES = 64
 
 
-def slices_of(n_cols: int, itemsize: int, widest: int, processors: int) -> int:
+def slices_of(n_cols: int, itemsize: int, widest: int, gpu: Gpu) -> int:
     """Programs that are to share a row; 1 where rows cannot be sliced.
 
     All programs of a row must run at once, and a multiprocessor may have room for no more than one.
@@ -140,7 +158,7 @@ def slices_of(n_cols: int, itemsize: int, widest: int, processors: int) -> int:
     with addresses element by element, slices do not fit into registers.
     """
     slices = triton.cdiv(n_cols * itemsize, widest * 2)
-    suits = itemsize <= 4 and n_cols % 16 == 0 and slices <= min(MAX_SLICES, processors)
+    suits = itemsize <= 4 and n_cols % 16 == 0 and slices <= min(MAX_SLICES, gpu.processors)
     return slices if NVIDIA and suits else 1
 
 
@@ -153,18 +171,18 @@ def least_rows(block_size: int) -> int:
     return max(16, 4096 // block_size) if triton.knobs.runtime.interpret else 1
 
 
-# Shared memory a program may take: what sm_86, sm_89 and sm_120 have.
-SHARED_MEMORY = 99 * 1024
+def entry(table: dict[int, tuple[Any, ...]], n_cols: int) -> tuple[Any, ...]:
+    """Of the entries for rows as long as these or longer, the one for the shortest."""
+    return table[min(columns for columns in table if columns >= n_cols)]
 
 
 @cache
 def forward_config(
-    n_cols: int, itemsize: int, centered: bool, adds: bool, processors: int = MAX_SLICES
+    n_cols: int, itemsize: int, centered: bool, adds: bool, gpu: Gpu
 ) -> LaunchConfig:
     """Configuration of the forward kernels for rows of ``n_cols`` elements of ``itemsize`` bytes.
 
-    ``centered`` tells LayerNorm, ``adds`` the residual-add form; the GPU has ``processors``
-    multiprocessors.
+    ``centered`` tells LayerNorm, ``adds`` the residual-add form.
     """
     block_size = next_power_of_2(n_cols)
     fits = block_size * itemsize <= MAX_FORWARD_BLOCK * 2
@@ -172,7 +190,7 @@ def forward_config(
     # reductions. RMSNorm with the add does not mind (98 % of copy); the others gain 1 to 17 %.
     alone = block_size * itemsize == MAX_FORWARD_BLOCK * 2 and (centered or not adds)
     if alone or not fits:
-        slices = slices_of(n_cols, itemsize, FORWARD_SLICE, processors)
+        slices = slices_of(n_cols, itemsize, FORWARD_SLICE, gpu)
         if slices > 1:
             block_size = next_power_of_2(slice_columns(n_cols, slices))
             return LaunchConfig(
@@ -187,7 +205,7 @@ def forward_config(
         return LaunchConfig(1, 32768 // itemsize, num_warps=32 if itemsize == 2 else 16)
     table = FORWARD[centered, adds][block_size != n_cols]
     # fp64 takes two registers a value.
-    block_rows, num_warps, flags = table[max(64, block_size * (2 if itemsize == 8 else 1))]
+    block_rows, num_warps, flags = entry(table, n_cols * 2 if itemsize == 8 else n_cols)
     return LaunchConfig(
         max(block_rows, least_rows(block_size)),
         block_size,
@@ -219,11 +237,16 @@ BACKWARD_ADD_LAYER = BACKWARD_NARROW | {
 MASKED_BACKWARD = {  # without an add, either norm
     1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 4096: (1, 4, 2, ""), 8192: (1, 8, 1, ""),
 }  # fmt: skip
-MASKED_BACKWARD_ADD_RMS = {1024: (8, 8, 1, ""), 8192: (1, 8, 1, "")}
-MASKED_BACKWARD_ADD_LAYER = {1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 8192: (1, 8, 1, "")}
+MASKED_BACKWARD_RMS = MASKED_BACKWARD | {2560: (4, 8, 1, "p"), 5120: (1, 4, 2, "p")}
+MASKED_BACKWARD_ADD_RMS = {
+    1024: (4, 4, 2, ""), 2048: (4, 8, 1, ""), 2560: (1, 4, 2, "p"), 8192: (1, 8, 1, ""),
+}  # fmt: skip
+MASKED_BACKWARD_ADD_LAYER = {
+    1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 2560: (1, 4, 2, "p"), 8192: (1, 8, 1, ""),
+}  # fmt: skip
 
 BACKWARD = {  # as FORWARD
-    (False, False): (BACKWARD_RMS, BACKWARD_RMS | MASKED_BACKWARD),
+    (False, False): (BACKWARD_RMS, BACKWARD_RMS | MASKED_BACKWARD_RMS),
     (True, False): (BACKWARD_LAYER, BACKWARD_LAYER | MASKED_BACKWARD),
     (False, True): (BACKWARD_ADD_RMS, BACKWARD_ADD_RMS | MASKED_BACKWARD_ADD_RMS),
     (True, True): (BACKWARD_ADD_LAYER, BACKWARD_ADD_LAYER | MASKED_BACKWARD_ADD_LAYER),
@@ -232,13 +255,13 @@ BACKWARD = {  # as FORWARD
 
 @cache
 def backward_config(
-    n_cols: int, itemsize: int, centered: bool, adds: bool, processors: int = MAX_SLICES
+    n_cols: int, itemsize: int, centered: bool, adds: bool, gpu: Gpu
 ) -> LaunchConfig:
     """Configuration of the persistent backward kernels; arguments as in `forward_config`."""
     block_size = next_power_of_2(n_cols)
     if block_size * itemsize > MAX_BACKWARD_BLOCK:  # half of the widest block
         for num_warps in (4, 8):  # 32 bytes of a row a thread
-            slices = slices_of(n_cols, itemsize, BACKWARD_SLICE * num_warps // 4, processors)
+            slices = slices_of(n_cols, itemsize, BACKWARD_SLICE * num_warps // 4, gpu)
             if slices > 1:
                 block_size = next_power_of_2(slice_columns(n_cols, slices))
                 return LaunchConfig(1, block_size, num_warps, 3, 16 // num_warps, slices)
@@ -248,15 +271,17 @@ def backward_config(
         return LaunchConfig(1, 16384 // itemsize, num_warps=16)
     table = BACKWARD[centered, adds][block_size != n_cols]
     # A tile of wider elements has as many bytes, in fewer rows.
-    block_rows, num_warps, programs_per_sm, flags = table[max(64, block_size)]
+    block_rows, num_warps, programs_per_sm, flags = entry(table, n_cols)
     block_rows = max(least_rows(block_size), block_rows * 2 // itemsize)
     # The pipeline buffers two tiles of each input.
     buffers = 2 * (3 if adds else 2) * block_rows * block_size * itemsize
+    while buffers > gpu.shared_memory and block_rows > least_rows(block_size):
+        block_rows, buffers = block_rows // 2, buffers // 2
     return LaunchConfig(
         block_rows,
         block_size,
         num_warps,
-        num_stages=3 if buffers <= SHARED_MEMORY else 1,
+        num_stages=3 if buffers <= gpu.shared_memory else 1,
         programs_per_sm=programs_per_sm,
         packed="p" in flags and itemsize == 2 and NVIDIA,
     )

@@ -31,6 +31,7 @@ from fusedops.kernels.arithmetic import (
     reciprocal_root,
     round_to,
     row_offsets,
+    start,
     sum_both,
 )
 from fusedops.kernels.exchange import look, receive, send, take_ticket
@@ -77,6 +78,17 @@ def again(s, stored, PACKED):
 
 
 @triton.jit
+def about_mean(square_sum, deviation_sum, correction):
+    """Squared deviations from a mean, summed, after its ``correction`` (eq. 1.7 of that paper).
+
+    Squares that overflow stay infinite, which gives an rstd of zero. Those of a constant row of
+    1e30 do if its first mean is off by a unit in the last place, and it still centres to zero.
+    """
+    corrected = square_sum - deviation_sum * correction
+    return tl.where(square_sum < float("inf"), corrected, square_sum)
+
+
+@triton.jit
 def merge_moments(means, m2s, N_COLS: tl.constexpr, SLICE_COLS: tl.constexpr):
     """Mean and sum of squared deviations of a row, each (1,), from those of its slices.
 
@@ -120,6 +132,7 @@ def norm_forward_kernel(
     SLICE_COLS: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     PACKED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """BLOCK_ROWS whole rows a program, or (BLOCK_ROWS = 1) a slice of SLICE_COLS columns of a row.
 
@@ -134,6 +147,7 @@ def norm_forward_kernel(
     Y_DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if tl.float64 == S_DTYPE else tl.float32
 
+    start(OVERLAPPED)
     cols = tl.arange(0, BLOCK_SIZE)
     if N_SLICES == 1:
         rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -180,7 +194,7 @@ def norm_forward_kernel(
             correction = divide_by(deviation_sum, N_COLS)
         else:
             correction = divide(deviation_sum, count)
-        m2 -= deviation_sum * correction
+        m2 = about_mean(m2, deviation_sum, correction)
         mean += correction
         if N_SLICES > 1:
             send(exchange_ptr, rows, index, mean, m2, row_mask, N_SLICES)
@@ -244,6 +258,7 @@ def norm_forward_looped_kernel(
     WEIGHT_OFFSET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     """One row a program (BLOCK_ROWS is 1), in chunks of BLOCK_SIZE columns, read twice.
 
@@ -253,6 +268,7 @@ def norm_forward_looped_kernel(
     Y_DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if tl.float64 == S_DTYPE else tl.float32
 
+    start(OVERLAPPED)
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row_offsets(row, n_inner, x_outer_stride, x_row_stride)
     y_ptr += row * y_row_stride
@@ -263,8 +279,8 @@ def norm_forward_looped_kernel(
     mean = tl.zeros((1,), dtype=ACC)
     m2 = tl.zeros((1,), dtype=ACC)  # CENTERED: sum of squared deviations so far
     squares = tl.zeros((1, BLOCK_SIZE), dtype=ACC)  # otherwise: squares, one sum a lane
-    for start in range(0, N_COLS, BLOCK_SIZE):
-        cols = start + tl.arange(0, BLOCK_SIZE)
+    for begin in range(0, N_COLS, BLOCK_SIZE):
+        cols = begin + tl.arange(0, BLOCK_SIZE)
         mask = (cols < N_COLS)[None, :]
         s = tl.load(x_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
         if residual_ptr is not None:
@@ -273,18 +289,19 @@ def norm_forward_looped_kernel(
             tl.store(sum_ptr + cols[None, :], summed, mask=mask)
             s = summed.to(ACC)
         if CENTERED:
-            count = tl.cast(tl.minimum(N_COLS - start, BLOCK_SIZE), ACC)
-            before = tl.cast(start, ACC)
+            count = tl.cast(tl.minimum(N_COLS - begin, BLOCK_SIZE), ACC)
+            before = tl.cast(begin, ACC)
             chunk_mean = divide(tl.sum(s, axis=1), count)
             deviation = tl.where(mask, s - chunk_mean[:, None], 0.0)
             deviation_sum, square_sum = sum_both(deviation, deviation * deviation)
             correction = divide(deviation_sum, count)
-            chunk_m2 = square_sum - deviation_sum * correction
+            chunk_m2 = about_mean(square_sum, deviation_sum, correction)
             chunk_mean += correction
-            delta = chunk_mean - mean
             # The first chunk's mean is taken as it is, so that constant rows stay exact.
+            mean = tl.where(begin == 0, chunk_mean, mean)
+            delta = chunk_mean - mean
             weight_of_chunk = divide(count, before + count)
-            mean = tl.where(start == 0, chunk_mean, mean + delta * weight_of_chunk)
+            mean += delta * weight_of_chunk
             m2 += chunk_m2 + delta * delta * (before * weight_of_chunk)
         else:
             squares += s * s
@@ -302,8 +319,8 @@ def norm_forward_looped_kernel(
     if residual_ptr is not None:
         x_ptr = sum_ptr
         tl.debug_barrier()  # the sums that other threads stored must be visible
-    for start in range(0, N_COLS, BLOCK_SIZE):
-        cols = start + tl.arange(0, BLOCK_SIZE)
+    for begin in range(0, N_COLS, BLOCK_SIZE):
+        cols = begin + tl.arange(0, BLOCK_SIZE)
         col_mask = cols < N_COLS
         mask = col_mask[None, :]
         s = tl.load(x_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)

@@ -22,6 +22,7 @@ from fusedops.kernels.backward import (
 )
 from fusedops.kernels.config import (
     LOOPED_PARTIALS,
+    Gpu,
     LaunchConfig,
     backward_config,
     forward_config,
@@ -37,28 +38,24 @@ __all__ = [
     "TRITON_RELEASE",
     "Call",
     "forward_config",
+    "gpu_of",
     "launch_backward",
     "launch_forward",
-    "multiprocessors",
     "prepare_forward",
 ]
 
 
 @cache
-def multiprocessors(device: torch.device) -> int:
-    """Programs that run side by side; under the interpreter a few, so that partials are summed."""
+def gpu_of(device: torch.device) -> Gpu:
+    """What configurations depend on; under the interpreter few programs, so partials are summed."""
     if device.type != "cuda":
-        return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may be launched while the one that it waits for still runs."""
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (9, 0)
+        return Gpu(processors=3)
+    properties = torch.cuda.get_device_properties(device)
+    nvidia = torch.version.hip is None
+    return Gpu(
+        processors=properties.multi_processor_count,
+        shared_memory=properties.shared_memory_per_block_optin if nvidia else 64 * 1024,
+        overlaps=nvidia and (properties.major, properties.minor) >= (9, 0),
     )
 
 
@@ -84,6 +81,11 @@ def run(call: Call, device: torch.device) -> None:
             call.kernel[call.grid](*call.arguments, **call.meta)
     else:
         call.kernel[call.grid](*call.arguments, **call.meta)
+
+
+def overlap_meta(gpu: Gpu) -> dict[str, Any]:
+    """Constexpr and option of a kernel that begins with `arithmetic.start`, as they all do."""
+    return {"OVERLAPPED": True, "launch_pdl": True} if gpu.overlaps else {"OVERLAPPED": False}
 
 
 def is_looped(config: LaunchConfig, n_cols: int) -> bool:
@@ -123,14 +125,17 @@ def prepare_forward(
     centered: bool,
     cast_input: bool,
     weight_offset: float,
+    gpu: Gpu | None = None,
 ) -> Call:
-    """The call that writes y, and summed, mean and rstd where they are given."""
+    """The call that writes y, and summed, mean and rstd where they are given.
+
+    ``gpu`` is that of the tensors, if these are not on the device that the call is for.
+    """
+    gpu = gpu or gpu_of(x.device)
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     s = x if summed is None else summed
-    config = forward_config(
-        n_cols, s.dtype.itemsize, centered, residual is not None, multiprocessors(x.device)
-    )
+    config = forward_config(n_cols, s.dtype.itemsize, centered, residual is not None, gpu)
     arguments = (
         x,
         residual,
@@ -156,6 +161,7 @@ def prepare_forward(
         "BLOCK_SIZE": config.block_size,
         "num_warps": config.num_warps,
         "enable_fp_fusion": FP_FUSION,
+        **overlap_meta(gpu),
     }
     if is_looped(config, n_cols):
         return Call(norm_forward_looped_kernel, (n_rows,), arguments, meta)
@@ -200,11 +206,10 @@ def launch_backward(
                 gradient.zero_()
         return
     device = s.device
-    config = backward_config(
-        n_cols, s.dtype.itemsize, mean is not None, dsum is not None, multiprocessors(device)
-    )
+    gpu = gpu_of(device)
+    config = backward_config(n_cols, s.dtype.itemsize, mean is not None, dsum is not None, gpu)
     looped = is_looped(config, n_cols)
-    walkers = max(1, multiprocessors(device) * config.programs_per_sm // config.slices)
+    walkers = max(1, gpu.processors * config.programs_per_sm // config.slices)
     most_partials = LOOPED_PARTIALS if looped else walkers
     n_partials = min(triton.cdiv(n_rows, config.block_rows), most_partials)
 
@@ -213,7 +218,12 @@ def launch_backward(
             return None
         return torch.empty((n_partials, n_cols), dtype=rstd.dtype, device=device)
 
-    dweight_partial, dbias_partial = partial_sums(dweight), partial_sums(dbias)
+    partials = (partial_sums(dweight), partial_sums(dbias))
+    gradients = (dweight, dbias)
+    reduction = prepare_reduction(partials, gradients, n_partials, most_partials, gpu)
+    alone = n_partials == 1 and not looped  # the only program writes the gradients itself
+    if alone and reduction is not None:
+        compile_once(reduction, device)
     n_inner = s.shape[1] if s.dim() == 3 else None
     s_strides, dy_strides = row_strides(s, n_rows), row_strides(dy, n_rows)
     counts = (n_rows, n_inner)
@@ -224,19 +234,18 @@ def launch_backward(
         "BLOCK_SIZE": config.block_size,
         "num_warps": config.num_warps,
         "enable_fp_fusion": FP_FUSION,
+        **overlap_meta(gpu),
     }
     inputs = (s, dy, dsum, weight, mean, rstd)
-    partials = (dweight_partial, dbias_partial)
     strides = (*s_strides, *dy_strides, *row_strides(dsum, n_rows), n_cols)
     if config.slices > 1:
         meta |= {
             "SLICE_COLS": slice_columns(n_cols, config.slices),
             "NUM_STAGES": config.num_stages,
-            "OVERLAPPED": overlaps(device),
             **register_option(config),
         }
         exchange = exchange_memory(n_rows, config.slices, device)
-        arguments = (*inputs, ds, *partials, exchange, *counts, *strides)
+        arguments = (*inputs, ds, *partials, *gradients, exchange, *counts, *strides)
         grid = (n_partials * config.slices,)
         run(Call(norm_backward_sliced_kernel, grid, arguments, meta), device)
     elif not looped:
@@ -244,37 +253,64 @@ def launch_backward(
             "BLOCK_ROWS": config.block_rows,
             "NUM_STAGES": config.num_stages,
             "PACKED": config.packed,
-            "OVERLAPPED": overlaps(device),
             **register_option(config),
         }
-        arguments = (*inputs, ds, *partials, *counts, *strides)
+        arguments = (*inputs, ds, *partials, *gradients, *counts, *strides)
         run(Call(norm_backward_kernel, (n_partials,), arguments, meta), device)
     elif ds is not None:
         arguments = (*inputs, ds, *counts, *strides)
         run(Call(norm_backward_looped_kernel, (n_rows,), arguments, meta), device)
-    if dweight is None and dbias is None:
+    if reduction is None or alone:
         return
     if looped:
         columns = weight_gradient_config(n_cols)
         grid = (triton.cdiv(n_cols, columns.block_size), n_partials)
         arguments = (s, dy, mean, rstd, *partials, *counts, *s_strides, *dy_strides)
-        meta = {"N_COLS": n_cols, "CENTERED": mean is not None, **column_meta(columns)}
+        meta = {"N_COLS": n_cols, "CENTERED": mean is not None, **column_meta(columns, gpu)}
         run(Call(weight_gradient_kernel, grid, arguments, meta), device)
+    run(reduction, device)
+
+
+def prepare_reduction(
+    partials: tuple[Tensor | None, Tensor | None],
+    gradients: tuple[Tensor | None, Tensor | None],
+    n_partials: int,
+    most_partials: int,
+    gpu: Gpu,
+) -> Call | None:
+    """The call that makes dweight and dbias from partial sums; None where neither is wanted."""
+    wanted = [gradient for gradient in gradients if gradient is not None]
+    if not wanted:
+        return None
+    n_cols = wanted[0].shape[0]
     columns = reduce_config(n_cols, most_partials)
-    grid = (triton.cdiv(n_cols, columns.block_size), (dweight is not None) + (dbias is not None))
-    arguments = (*partials, dweight, dbias, n_partials, n_cols)
-    overlapped = overlaps(device) and not looped
-    meta = {**column_meta(columns), "OVERLAPPED": overlapped}
-    if overlapped:
-        meta["launch_pdl"] = True
-    run(Call(reduce_partials_kernel, grid, arguments, meta), device)
+    grid = (triton.cdiv(n_cols, columns.block_size), len(wanted))
+    arguments = (*partials, *gradients, n_partials, n_cols)
+    return Call(reduce_partials_kernel, grid, arguments, column_meta(columns, gpu))
 
 
-def column_meta(config: LaunchConfig) -> dict[str, Any]:
+_compiled: set[tuple[Any, ...]] = set()
+
+
+def compile_once(reduction: Call, device: torch.device) -> None:
+    """Have what another number of rows will need, which may come in a graph's capture.
+
+    It sums up no rows at all, and what it writes is written over.
+    """
+    partials, gradients, (_, n_cols) = (reduction.arguments[i : i + 2] for i in (0, 2, 4))
+    dtypes = [None if tensor is None else tensor.dtype for tensor in (*partials, *gradients)]
+    key = (device, n_cols, reduction.meta["BLOCK_ROWS"], *dtypes)
+    if key not in _compiled:
+        run(reduction._replace(arguments=(*partials, *gradients, 0, n_cols)), device)
+        _compiled.add(key)
+
+
+def column_meta(config: LaunchConfig, gpu: Gpu) -> dict[str, Any]:
     """Constexprs and options of the kernels whose programs keep a block of columns."""
     return {
         "BLOCK_ROWS": config.block_rows,
         "BLOCK_SIZE": config.block_size,
         "num_warps": config.num_warps,
         "enable_fp_fusion": FP_FUSION,
+        **overlap_meta(gpu),
     }

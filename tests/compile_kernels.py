@@ -120,6 +120,14 @@ def widest_load(ptx):
     return max(widths)
 
 
+def gpu_like(target):
+    """What configurations depend on, for a GPU of this architecture."""
+    if target.backend == "hip":
+        return config.Gpu(processors=132, shared_memory=64 * 1024)
+    shared = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}[target.arch] * 1024
+    return config.Gpu(132, shared, overlaps=target.arch >= 90)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument(
@@ -135,10 +143,8 @@ def main():
             GPUTarget(backend, int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
         )
         config.NVIDIA = backend == "cuda"
-        launch.multiprocessors = lambda device: 132
-        launch.overlaps = lambda device, target=target: (
-            target.backend == "cuda" and target.arch >= 90
-        )
+        gpu = gpu_like(target)
+        launch.gpu_of = lambda device, gpu=gpu: gpu
         config.forward_config.cache_clear()
         config.backward_config.cache_clear()
         for dtype in options.dtypes:

@@ -11,7 +11,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-SHARED_MEMORY = 99 * 1024  # a program's share on sm_86, sm_89 and sm_120
+SHARED_MEMORY = {  # bytes that a program may take
+    "cuda:80": 163 * 1024, "cuda:86": 99 * 1024, "cuda:90": 227 * 1024, "cuda:100": 227 * 1024,
+    "cuda:120": 99 * 1024, "hip:gfx942": 64 * 1024,
+}  # fmt: skip
 
 # Bytes a thread, of 512: two registers by Triton 3.6 and 3.7, four by 3.9. Still the fastest of all
 # that was tried on an H200.
@@ -43,7 +46,7 @@ def compile_kernels(*arguments):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("target", ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"])
+@pytest.mark.parametrize("target", list(SHARED_MEMORY))
 def test_compiles_within_limits(target):
     reports = compile_kernels("--targets", target, "--widths", *map(str, WIDTHS))
     assert {report["kernel"] for report in reports} == {
@@ -55,9 +58,7 @@ def test_compiles_within_limits(target):
     wide = [report for report in reports if report["width"] == 65536]
     assert any(report["sliced"] for report in wide) == target.startswith("cuda")
     for report in reports:
-        assert report["shared"] <= (64 * 1024 if target.startswith("hip") else SHARED_MEMORY), (
-            report
-        )
+        assert report["shared"] <= SHARED_MEMORY[target], report
         if target.startswith("cuda"):
             assert report["widest_load"] == 16, report
         if target == "cuda:90":
@@ -73,5 +74,5 @@ def test_looped_kernels_compile_within_limits():
     )  # fmt: skip
     assert {report["kernel"] for report in reports} == {*LOOPED, "reduce_partials_kernel"}
     for report in reports:
-        assert report["shared"] <= SHARED_MEMORY, report
+        assert report["shared"] <= SHARED_MEMORY["cuda:90"], report
         assert report["spilled"] == 0, report

@@ -83,6 +83,84 @@ def test_captures_on_a_stream_of_the_callers(op):
     assert not torch.equal(outputs[0], expected[0])
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+@pytest.mark.parametrize("width", [264, 65536])
+def test_kernels_wait_for_what_came_before(op, width, captured):
+    """They may be started early: after torch's kernels, copies, memsets, and other streams' work.
+
+    The inputs are written just before the call by what takes long, and over just after it.
+    """
+    n = 2**24 // width
+    given = op.inputs((n, width), BF16, "cuda")
+    leaves = {name: t.requires_grad_() for name, t in given.items()}
+    news = [{name: torch.randn_like(t) for name, t in leaves.items()} for _ in range(4)]
+    upstream = [torch.randn_like(given["x"]) for _ in range(1 + op.adds)]
+    grads = [torch.empty_like(upstream[0]) for _ in upstream]
+    expected = []
+    for new in news:
+        run = op.run({name: t.clone().requires_grad_() for name, t in new.items()}, *upstream)
+        expected.append([run.y, *run.grads.values()])
+    torch.cuda.synchronize()
+    main, side = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def write(tensor, value, how):
+        if how == 0:
+            tensor.copy_(value)
+        elif how == 1:
+            tensor.zero_().add_(value)
+        else:
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                tensor.copy_(value)
+            main.wait_stream(side)
+
+    def steps():
+        found = []
+        for how, new in enumerate(news):
+            with torch.no_grad():
+                for name in leaves:
+                    write(leaves[name], new[name], how % 3)
+            outputs = [out for out in op.call(leaves) if out is not None]
+            for gradient, value in zip(grads, upstream, strict=True):
+                write(gradient, value, how % 3)
+            found += [outputs[0], *torch.autograd.grad(outputs, list(leaves.values()), grads)]
+            for gradient in grads:
+                gradient.fill_(float("nan"))
+            with torch.no_grad():
+                for tensor in leaves.values():
+                    tensor.fill_(float("nan"))
+        return found
+
+    with torch.cuda.stream(main):
+        steps()  # compiles
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=main):
+                found = steps()
+        for _ in range(5):
+            if captured:
+                for tensor in found:
+                    tensor.detach().fill_(float("nan"))
+                graph.replay()
+            else:
+                found = steps()
+            main.synchronize()
+            for out, right in zip(found, [r for each in expected for r in each], strict=True):
+                assert torch.equal(out, right)
+
+
+def test_a_single_programs_backward_leaves_nothing_to_compile(op, compiled):
+    """One row makes its weight gradient without the kernel that sums up partial ones."""
+    width = 1048
+    warm = op.inputs((1, width), FP32, "cuda")
+    op.run(warm, *[torch.ones_like(warm["x"])] * (1 + op.adds))
+    compiled.clear()
+    more = op.inputs((1, width), FP32, "cuda")
+    more = {name: t.expand(300, -1).clone() if t.dim() > 1 else t for name, t in more.items()}
+    op.run(more, *[torch.ones_like(more["x"])] * (1 + op.adds))
+    assert compiled == []
+
+
 @pytest.mark.filterwarnings("ignore")  # of the compiler, in the static cache's decoding
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 def test_generate_with_a_static_cache(compiles):
