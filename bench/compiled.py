@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Under torch.compile: should a patched model's norms be the compiler's, or calls of our kernels?
 
-    python bench/compiled.py --out compiled.json [--layers 4]
+    python bench/compiled.py --out compiled.json [--layers 4] [--measures prefill train]
 
 A Llama of the 1B model's widths, fewer layers, bf16, random weights. Contestants, which share the
 weights and take turns in one process: eager; the model compiled as it is, which is what a patched
@@ -83,6 +83,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--measures", nargs="+", default=["prefill", "train"])
     parser.add_argument("--seconds", type=float, default=4.0, help="spent on each measure")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -90,7 +91,7 @@ def main():
         base = LlamaForCausalLM(LlamaConfig(num_hidden_layers=options.layers, **SIZES)).bfloat16()
         ids = torch.randint(0, SIZES["vocab_size"], (4, 2048))
     rows = []
-    for measure in ("prefill", "train"):
+    for measure in options.measures:
         training = measure == "train"
         torch._dynamo.reset()
         models = contestants(base.train(training))

@@ -21,6 +21,7 @@ __all__ = [
     "reduce_config",
     "register_option",
     "slice_columns",
+    "warps_apart",
     "weight_gradient_config",
 ]
 
@@ -213,6 +214,12 @@ def forward_config(
         weights_first="w" in flags and itemsize < 8,
         packed="p" in flags and itemsize == 2 and NVIDIA,
     )
+
+
+def warps_apart(config: LaunchConfig, itemsize: int) -> int:
+    """How many warps make LayerNorm's statistics of a row each by itself; 1 for all together."""
+    turn = config.num_warps * 512 // itemsize  # each of their threads loads 16 bytes at a time
+    return config.num_warps if config.block_rows == 1 and config.block_size >= turn else 1
 
 
 # Likewise for the backward (bench/results/h200-tune-backward.json): block_size -> (block_rows,

@@ -78,14 +78,78 @@ def again(s, stored, PACKED):
 
 
 @triton.jit
-def about_mean(square_sum, deviation_sum, correction):
-    """Squared deviations from a mean, summed, after its ``correction`` (eq. 1.7 of that paper).
+def merge_two(mean, low, m2, count, other_mean, other_low, other_m2, other_count):
+    """Mean, sum of squared deviations and count of two parts together (eq. 2.1 of that paper).
+
+    ``low`` is what the rounding of the mean has left over. Equal means stay as they are, and the
+    bits do not depend on which part comes first.
+    """
+    total = count + other_count
+    share = 1.0 / tl.maximum(total, 1.0)
+    delta = (other_mean - mean) + (other_low - low)
+    m2 += other_m2 + delta * (delta * (count * other_count * share))
+    # From the part with more columns on, which makes the smaller step.
+    swap = tl.where(count == other_count, other_mean < mean, other_count > count)
+    base = tl.where(swap, other_mean, mean)
+    step = tl.where(swap, -delta, delta) * (tl.where(swap, count, other_count) * share)
+    merged = base + step
+    low = tl.where(swap, other_low, low) + (step - (merged - base))
+    return merged, low, m2, total
+
+
+@triton.jit
+def corrected(squares, deviation_sum, correction):
+    """Squared deviations, summed, after their mean's ``correction`` (eq. 1.7 of that paper).
 
     Squares that overflow stay infinite, which gives an rstd of zero. Those of a constant row of
     1e30 do if its first mean is off by a unit in the last place, and it still centres to zero.
     """
-    corrected = square_sum - deviation_sum * correction
-    return tl.where(square_sum < float("inf"), corrected, square_sum)
+    return tl.where(squares < float("inf"), squares - deviation_sum * correction, squares)
+
+
+@triton.jit
+def moments(s, stored, col_mask, count, ALL: tl.constexpr, MASKED, PACKED):
+    """Mean and sum of squared deviations, each (rows,), of the ``count`` columns of rows s.
+
+    ALL is that count where it is constant, otherwise 0.
+    """
+    total, number = tl.sum(s, axis=1), tl.cast(count, s.dtype)
+    mean = divide_by(total, ALL) if ALL else divide(total, number)
+    deviation = again(s, stored, PACKED) - mean[:, None]
+    if MASKED:
+        deviation = tl.where(col_mask[None, :], deviation, 0.0)
+    deviation_sum, squares = sum_both(deviation, deviation * deviation)
+    correction = divide_by(deviation_sum, ALL) if ALL else divide(deviation_sum, number)
+    return mean + correction, corrected(squares, deviation_sum, correction)
+
+
+@triton.jit
+def moments_by_warps(s, stored, col_mask, count, WARPS: tl.constexpr, MASKED, PACKED):
+    """`moments` of a single row, with one exchange between the warps in place of two.
+
+    The warps hold the columns in turn, 16 bytes a thread. Each makes the statistics of its own
+    without waiting for another, and then all are merged.
+    """
+    EACH: tl.constexpr = 4096 // stored.dtype.primitive_bitwidth
+    TURNS: tl.constexpr = s.shape[1] // (EACH * WARPS)
+    rest = count % (EACH * WARPS) - tl.arange(0, WARPS) * EACH
+    counts = count // (EACH * WARPS) * EACH + tl.minimum(tl.maximum(rest, 0), EACH)
+    counts = counts.to(s.dtype)
+    share = 1.0 / tl.maximum(counts, 1.0)
+
+    total = tl.sum(tl.reshape(s, (TURNS, WARPS, EACH)), axis=0)
+    mean = tl.sum(total, axis=1) * share
+    deviation = tl.reshape(again(s, stored, PACKED), (TURNS, WARPS, EACH)) - mean[None, :, None]
+    if MASKED:
+        deviation = tl.where(tl.reshape(col_mask, (TURNS, WARPS, EACH)), deviation, 0.0)
+    deviation_sum = tl.sum(tl.sum(deviation, axis=0), axis=1)
+    squares = tl.sum(tl.sum(deviation * deviation, axis=0), axis=1)
+    correction = deviation_sum * share
+    m2 = corrected(squares, deviation_sum, correction)
+    first, mean = mean, mean + correction
+    low = correction - (mean - first)
+    mean, low, m2, _ = tl.reduce((mean, low, m2, counts), 0, merge_two, keep_dims=True)
+    return mean + low, m2
 
 
 @triton.jit
@@ -132,6 +196,7 @@ def norm_forward_kernel(
     SLICE_COLS: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     PACKED: tl.constexpr,
+    WARPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """BLOCK_ROWS whole rows a program, or (BLOCK_ROWS = 1) a slice of SLICE_COLS columns of a row.
@@ -154,6 +219,7 @@ def norm_forward_kernel(
         row_mask = (rows < n_rows) if BLOCK_ROWS > 1 else tl.full((1,), True, tl.int1)
         slice_mask = row_mask  # rows whose statistics this program stores
         end = N_COLS
+        count = N_COLS
     else:
         ticket = take_ticket(exchange_ptr)
         row = ticket // N_SLICES
@@ -163,7 +229,7 @@ def norm_forward_kernel(
         slice_mask = row_mask & (index == 0)
         cols += index * SLICE_COLS
         end = tl.minimum((index + 1) * SLICE_COLS, N_COLS)
-        count = (end - index * SLICE_COLS).to(tl.float32)
+        count = end - index * SLICE_COLS
     col_mask = (cols < end) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
     mask = row_mask[:, None] & col_mask[None, :]
 
@@ -184,18 +250,11 @@ def norm_forward_kernel(
         s = stored.to(ACC)
 
     if CENTERED:
-        total = tl.sum(s, axis=1)
-        mean = divide_by(total, N_COLS) if N_SLICES == 1 else divide(total, count)
-        deviation = again(s, stored, PACKED) - mean[:, None]
-        if MASKED:
-            deviation = tl.where(col_mask[None, :], deviation, 0.0)
-        deviation_sum, m2 = sum_both(deviation, deviation * deviation)
-        if N_SLICES == 1:
-            correction = divide_by(deviation_sum, N_COLS)
+        if WARPS > 1:
+            mean, m2 = moments_by_warps(s, stored, col_mask, count, WARPS, MASKED, PACKED)
         else:
-            correction = divide(deviation_sum, count)
-        m2 = about_mean(m2, deviation_sum, correction)
-        mean += correction
+            ALL: tl.constexpr = N_COLS if N_SLICES == 1 else 0
+            mean, m2 = moments(s, stored, col_mask, count, ALL, MASKED, PACKED)
         if N_SLICES > 1:
             send(exchange_ptr, rows, index, mean, m2, row_mask, N_SLICES)
             means, m2s = receive(*look(exchange_ptr, row, True, N_SLICES))
@@ -295,7 +354,7 @@ def norm_forward_looped_kernel(
             deviation = tl.where(mask, s - chunk_mean[:, None], 0.0)
             deviation_sum, square_sum = sum_both(deviation, deviation * deviation)
             correction = divide(deviation_sum, count)
-            chunk_m2 = about_mean(square_sum, deviation_sum, correction)
+            chunk_m2 = corrected(square_sum, deviation_sum, correction)
             chunk_mean += correction
             # The first chunk's mean is taken as it is, so that constant rows stay exact.
             mean = tl.where(begin == 0, chunk_mean, mean)

@@ -29,6 +29,7 @@ from fusedops.kernels.config import (
     reduce_config,
     register_option,
     slice_columns,
+    warps_apart,
     weight_gradient_config,
 )
 from fusedops.kernels.exchange import EMPTY, exchange_size
@@ -170,6 +171,7 @@ def prepare_forward(
         "SLICE_COLS": slice_columns(n_cols, config.slices),
         "WEIGHTS_FIRST": config.weights_first,
         "PACKED": config.packed,
+        "WARPS": warps_apart(config, s.dtype.itemsize) if centered else 1,
     }
     grid = (triton.cdiv(n_rows, config.block_rows) * config.slices,)
     return Call(norm_forward_kernel, grid, arguments, meta)

@@ -186,9 +186,31 @@ def test_nan_in_one_sliced_row(op, device):
     assert torch.equal(y[::2], expected[::2])
 
 
+@pytest.fixture
+def one_row_a_program(monkeypatch):
+    """As on a GPU from some 1000 columns on, where LayerNorm's warps make statistics apart."""
+    from fusedops.kernels import launch
+    from fusedops.kernels.config import LaunchConfig, warps_apart
+
+    config = LaunchConfig(1, 2048, num_warps=4)
+    assert warps_apart(config, 2) == warps_apart(config, 4) == 4
+    monkeypatch.setattr(launch, "forward_config", lambda *_: config)
+
+
+@pytest.mark.usefixtures("kernels_run", "one_row_a_program")
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32, FP64])
+@pytest.mark.parametrize(
+    "hidden_size", [2048, 1800, 1100, 130]
+)  # warps share evenly, or not at all
+def test_rows_of_several_warps_as_accurate_as_torch(op, hidden_size, dtype, device, check_against):
+    inputs = op.inputs((3, hidden_size), dtype, device)
+    inputs["x"][1] += 3.0
+    check_against(op.torch_function(), op, inputs, upstream(op, inputs))
+
+
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 @pytest.mark.usefixtures("kernels_run")
-@pytest.mark.parametrize("parts", ["whole", "small_blocks", "sliced"])
+@pytest.mark.parametrize("parts", ["whole", "small_blocks", "sliced", "one_row_a_program"])
 def test_constant_rows_whose_squares_overflow(op, parts, device, request):
     """They centre to zero, also where a row's statistics are merged from those of its parts."""
     if not op.centers:
