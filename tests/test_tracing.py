@@ -518,6 +518,40 @@ def test_patched_model_compiles_forward_and_backward(llama, device):
         torch.testing.assert_close(grads, their_grads, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of the compiler: an empty graph, streams of gradients
+def test_a_patched_models_training_steps_with_reduced_overhead(llama):
+    """In the compiler's CUDA graphs: recorded, replayed with other weights, and eager again."""
+    from fusedops.integrations import patch
+
+    def steps():
+        llama.load_state_dict(weights)
+        losses = []
+        for step in range(6):
+            torch.compiler.cudagraph_mark_step_begin()
+            ids = ids_of(2, 12, "cuda").roll(step, 1)
+            loss = run(ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.detach().clone())
+            with torch.no_grad():
+                for parameter in llama.parameters():
+                    parameter -= 0.05 * parameter.grad
+                    parameter.grad = None
+        return torch.stack(losses)
+
+    weights = {name: tensor.clone() for name, tensor in llama.state_dict().items()}
+    run = llama
+    expected = steps()
+    assert expected[-1] < expected[0]
+    patch(llama)
+    torch._dynamo.reset()
+    run = torch.compile(llama, mode="reduce-overhead")
+    torch.testing.assert_close(steps(), expected, rtol=1e-3, atol=1e-4)
+    run = llama
+    torch.testing.assert_close(steps(), expected, rtol=1e-3, atol=1e-4)
+    torch._dynamo.reset()
+
+
 def test_patched_model_exports_whole(llama, device):
     from fusedops.integrations import patch, unpatch
 
