@@ -82,7 +82,10 @@ def candidates(case, names=""):
     """Today's configuration, and others whose names the regular expression finds."""
     yield today(case)
     made = forward_candidates if case.direction == "forward" else backward_candidates
-    others = (one for one in made(case.width) if one != today(case))
+    others = [one for one in made(case.width) if one != today(case)]
+    if case.direction == "forward" and OPERATORS[case.operator][0]:
+        apart = [dataclasses.replace(one, apart=True) for one in others if one.num_warps > 1]
+        others += [one for one in apart if config.warps_apart(one, 2) > 1 and one.slices == 1]
     yield from (one for one in others if re.search(names, describe(one)))
 
 
@@ -416,7 +419,7 @@ class Timer:
 
 
 def describe(chosen):
-    flags = "w" * chosen.weights_first + "p" * chosen.packed
+    flags = "w" * chosen.weights_first + "p" * chosen.packed + "a" * chosen.apart
     slices = f"/s{chosen.slices}" if chosen.slices > 1 else ""
     depth = f"q{chosen.num_stages}n{chosen.programs_per_sm}" if chosen.num_stages > 1 else ""
     return f"{chosen.block_rows}x{chosen.num_warps}{flags}{slices}{depth}"
@@ -500,7 +503,7 @@ def main():
                 **case._asdict(), "name": describe(one), "rows": one.block_rows,
                 "block": one.block_size, "warps": one.num_warps, "stages": one.num_stages,
                 "per_sm": one.programs_per_sm, "slices": one.slices,
-                "weights_first": one.weights_first, "packed": one.packed,
+                "weights_first": one.weights_first, "packed": one.packed, "apart": one.apart,
             }  # fmt: skip
             found.append(result)
             if isinstance(resources, str):

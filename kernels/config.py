@@ -40,7 +40,9 @@ class LaunchConfig:
     weights_first: the forward loads weight and bias before it has the statistics, which hides
         their latency where there are few rows, and takes registers.
     packed: 2-byte elements are kept as they are between their uses, in half the registers, and
-        converted each time. Their bits stay the same.
+        converted each time.
+    apart: each warp makes LayerNorm's statistics of its own columns of a row by itself, and the
+        warps then exchange them once instead of twice.
     """
 
     block_rows: int
@@ -51,6 +53,7 @@ class LaunchConfig:
     slices: int = 1
     weights_first: bool = False
     packed: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,17 +88,16 @@ MAX_BACKWARD_BLOCK = 16384
 
 # The tables below hold the fastest of all tile shapes tried for rows of 2-byte elements on an
 # H200 (bench/results/h200-tune.json, by bench/tune.py): block_size -> (block_rows, num_warps, flags
-# "w" weights_first and "p" packed). Of those within some one percent of the most bandwidth, the one
-# that is the quickest for 64 rows. Plain LayerNorm has two reductions that follow each other, and
-# wants few warps to wait for each.
+# "w" weights_first, "p" packed and "a" apart). Of those within some one percent of the most
+# bandwidth, the one that is the quickest for 64 rows.
 FORWARD_RMS = {
     64: (16, 4, "wp"), 128: (16, 8, "wp"), 256: (8, 4, "wp"), 512: (2, 2, "wp"), 1024: (1, 2, "w"),
     2048: (1, 4, "w"), 4096: (1, 8, "wp"), 8192: (1, 8, "wp"), 16384: (1, 16, "wp"),
     32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_LAYER = {
-    64: (16, 1, ""), 128: (8, 1, ""), 256: (4, 1, "p"), 512: (2, 1, "p"), 1024: (1, 2, "p"),
-    2048: (1, 2, "wp"), 4096: (1, 4, "wp"), 8192: (1, 8, ""), 16384: (1, 8, ""),
+    64: (16, 1, ""), 128: (8, 1, ""), 256: (4, 1, "p"), 512: (2, 1, "p"), 1024: (1, 2, "pa"),
+    2048: (1, 1, "wp"), 4096: (1, 2, "wpa"), 8192: (1, 8, ""), 16384: (1, 8, "pa"),
     32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_ADD_RMS = {
@@ -104,8 +106,8 @@ FORWARD_ADD_RMS = {
     32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_ADD_LAYER = {
-    64: (16, 4, "p"), 128: (16, 8, "wp"), 256: (4, 4, ""), 512: (2, 4, "p"), 1024: (1, 2, "w"),
-    2048: (1, 4, "w"), 4096: (1, 16, "w"), 8192: (1, 16, "w"), 16384: (1, 8, ""),
+    64: (16, 4, "p"), 128: (16, 8, "wp"), 256: (4, 4, ""), 512: (2, 4, "p"), 1024: (1, 2, "wa"),
+    2048: (1, 4, "wa"), 4096: (1, 8, "wa"), 8192: (1, 8, "wa"), 16384: (1, 8, "pa"),
     32768: (1, 32, "p"),
 }  # fmt: skip
 # Rows that do not fill their block leave warps idle, and masking costs instructions: these want
@@ -116,15 +118,15 @@ MASKED_RMS = {
     16384: (1, 8, "wp"),
 }  # fmt: skip
 MASKED_LAYER = {
-    1024: (1, 1, "wp"), 2048: (1, 1, "wp"), 2560: (1, 2, "wp"), 3072: (1, 4, "p"),
-    4096: (1, 2, "wp"), 8192: (1, 4, "wp"), 16384: (1, 8, ""),
+    1024: (1, 1, "wp"), 2048: (1, 1, "wp"), 2560: (1, 2, "pa"), 3072: (1, 4, "a"),
+    4096: (1, 2, "pa"), 8192: (1, 4, "pa"), 16384: (1, 8, ""),
 }  # fmt: skip
 MASKED_ADD_RMS = {
     1024: (1, 4, "wp"), 2048: (1, 4, "w"), 4096: (1, 8, "w"), 8192: (1, 4, "w"), 16384: (1, 16, ""),
 }  # fmt: skip
 MASKED_ADD_LAYER = {
-    1024: (1, 2, "wp"), 2048: (1, 4, "wp"), 4096: (1, 2, "wp"), 8192: (1, 8, "wp"),
-    16384: (1, 16, "w"),
+    1024: (1, 2, "wp"), 2048: (1, 4, "wpa"), 4096: (1, 4, "wpa"), 8192: (1, 8, "wpa"),
+    16384: (1, 16, "pa"),
 }  # fmt: skip
 
 FORWARD = {  # (centered, adds) -> (of rows that fill their block, of rows that do not)
@@ -213,13 +215,15 @@ def forward_config(
         num_warps,
         weights_first="w" in flags and itemsize < 8,
         packed="p" in flags and itemsize == 2 and NVIDIA,
+        apart="a" in flags,
     )
 
 
 def warps_apart(config: LaunchConfig, itemsize: int) -> int:
     """How many warps make LayerNorm's statistics of a row each by itself; 1 for all together."""
     turn = config.num_warps * 512 // itemsize  # each of their threads loads 16 bytes at a time
-    return config.num_warps if config.block_rows == 1 and config.block_size >= turn else 1
+    whole = config.block_rows == 1 and config.block_size >= turn
+    return config.num_warps if config.apart and whole else 1
 
 
 # Likewise for the backward (bench/results/h200-tune-backward.json): block_size -> (block_rows,

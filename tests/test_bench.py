@@ -20,7 +20,7 @@ class ClockStub:
     def __init__(self, **times: Any) -> None:
         self.by_name, self.seen = times, []
 
-    def copy_bandwidth(self) -> float:
+    def copy_bandwidth(self, elements: int = 2**27) -> float:
         return 4.0
 
     def inputs(self, case: Any) -> int:

@@ -192,7 +192,7 @@ def one_row_a_program(monkeypatch):
     from fusedops.kernels import launch
     from fusedops.kernels.config import LaunchConfig, warps_apart
 
-    config = LaunchConfig(1, 2048, num_warps=4)
+    config = LaunchConfig(1, 2048, num_warps=4, apart=True)
     assert warps_apart(config, 2) == warps_apart(config, 4) == 4
     monkeypatch.setattr(launch, "forward_config", lambda *_: config)
 
