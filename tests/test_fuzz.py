@@ -300,8 +300,8 @@ def without_strange_rows(inputs):
             t = clean[name]
             memory = t.untyped_storage().clone()
             clean[name] = t.new_empty(0).set_(memory, t.storage_offset(), t.shape, t.stride())
-            own = slice(0, 1 if t.dim() > 1 and t.stride(0) == 0 else None)
-            clean[name][own][~t[own].isfinite().all(-1)] = 0.0
+            own = clean[name][:1] if t.stride(0) == 0 else clean[name]
+            own.masked_fill_(~own.isfinite().all(-1, keepdim=True), 0.0)
     return clean
 
 
