@@ -110,7 +110,8 @@ def norms_text(content, link):
         f"GPU time on one {where(content, others)}; bf16, 2^26 elements, 2^27 from H = 8192 on; "
         f"medians of a captured graph's replays. Every figure is in [{link.name}](bench/results/"
         f"{link.name}), drawn in [{link.stem}.svg](bench/results/{link.stem}.svg).",
-        "Share of the bandwidth of a device-to-device copy, by H:",
+        "Share of the bandwidth of a device-to-device copy of 2^27 elements, by H"
+        f"{smaller_copy(content)}:",
         table(["", *map(str, widths)], shares),
     ]
     if others:
@@ -121,6 +122,16 @@ def norms_text(content, link):
             table(["", *(NAMES[n] for n in others), "best other"], speeds),
         ]
     return "\n\n".join(part.strip() for part in text)
+
+
+def smaller_copy(content):
+    """What a copy of 2^26 elements reaches of it, where that was measured."""
+    shares = [
+        run["copy_tb_s_of_2^26"] / run["copy_tb_s"]
+        for run in content["runs"]
+        if "copy_tb_s_of_2^26" in run
+    ]
+    return f" (a copy of 2^26 reaches {shares[-1]:.0%})" if shares else ""
 
 
 def percent(line):

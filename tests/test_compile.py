@@ -16,10 +16,6 @@ SHARED_MEMORY = {  # bytes that a program may take
     "cuda:120": 99 * 1024, "hip:gfx942": 64 * 1024,
 }  # fmt: skip
 
-# Bytes a thread, of 512: two registers by Triton 3.6 and 3.7, four by 3.9. Still the fastest of all
-# that was tried on an H200.
-SPILLS = {("norm_backward_sliced_kernel", "add_layer_norm"): 16}
-
 # One for each entry of the tables in kernels/config.py, and one beyond them.
 WIDTHS = (
     64, 128, 256, 512, 768, 1024, 1600, 2048, 2560, 3072, 4096, 5120, 8192, 12288, 16384, 32768,
@@ -27,6 +23,13 @@ WIDTHS = (
 )  # fmt: skip
 # Those GPUs take what sm_80 and sm_100 do, unless its shared memory is more than they have.
 FEW_WIDTHS = {"cuda:86": (2560, 65536), "cuda:120": (2560, 65536)}
+
+# Bytes a thread, beside 512 or 1020 in registers. Still the fastest of all that was tried on an H200:
+# 8 and 24 by Triton 3.6 and 3.7, these by 3.9.
+SPILLS = {
+    **{("norm_backward_sliced_kernel", "add_layer_norm", w): 16 for w in WIDTHS if w >= 12288},
+    ("norm_backward_kernel", "rms_norm", 5120): 40,
+}
 
 # For rows beyond one block where they are not sliced: fp64, and on AMD's GPUs.
 LOOPED = {"norm_forward_looped_kernel", "norm_backward_looped_kernel", "weight_gradient_kernel"}
@@ -66,7 +69,7 @@ def test_compiles_within_limits(target):
         if target.startswith("cuda"):
             assert report["widest_load"] == 16, report
         if target == "cuda:90":
-            most = SPILLS.get((report["kernel"], report["operator"]), 0)
+            most = SPILLS.get((report["kernel"], report["operator"], report["width"]), 0)
             assert report["spilled"] <= most, report
 
 
