@@ -127,6 +127,12 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def test_tests_that_pages_name_exist() -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        for file, name in re.findall(r"`(tests/\w+\.py)::(\w+)`", page.read_text()):
+            assert f"def {name}(" in (ROOT / file).read_text(), f"{page.name}: {file}::{name}"
+
+
 def test_changelog_names_the_version() -> None:
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == "Unreleased"
