@@ -5,11 +5,13 @@ import ast
 import doctest
 import importlib
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 import fusedops
+from fusedops import integrations
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("fusedops", "kernels", "integrations", "tests", "bench", "docs", "examples")
@@ -125,6 +127,14 @@ def test_readme_has_python_blocks() -> None:
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_page_of_public_names_is_up_to_date() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "api.py"))["page"]()
+    committed = (ROOT / "docs" / "api.md").read_text()
+    assert page == committed, "python docs/api.py makes the page anew"
+    for name in (*fusedops.__all__, *integrations.__all__):
+        assert name.startswith("_") or f"\n### {name}\n" in page
 
 
 def test_tests_that_pages_name_exist() -> None:
