@@ -13,10 +13,11 @@ each up to a synchronise.
 import argparse
 
 import torch
-from e2e import round_ratio, shared_copy, take_turns, wall, write
+from e2e import write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedops
+from fusedops.integrations.timing import Work, round_ratio, shared_copy, take_turns, wall
 
 SIZES = {
     "vocab_size": 32000,
@@ -97,13 +98,13 @@ def main():
         models = contestants(base.train(training))
         with torch.set_grad_enabled(training):
             calls = {name: measured(measure, model, ids) for name, model in models.items()}
+            works = {name: Work(call, devices={ids.device}) for name, call in calls.items()}
             expected = calls["eager"]()
             for name, call in calls.items():
                 torch.testing.assert_close(call(), expected, rtol=0.1, atol=0.1)
-                wall(call, lambda: None)
+                wall(works[name])
                 print(f"{measure} {name}: ready", flush=True)
-            turns = {name: (call, lambda: None) for name, call in calls.items()}
-            times = take_turns(turns, options.seconds)
+            times = take_turns(works, options.seconds)
         for name, values in times.items():
             ratio = round_ratio(times, "compiled", name)
             rows.append(

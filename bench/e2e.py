@@ -1,42 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole models on a GPU: unpatched, patched, norms alone, always fused in blocks and across them.
 
-    python bench/e2e.py --out e2e.json [--models llama-1b gpt2-xl] [--measures decode prefill]
+    python bench/e2e.py --out e2e.json [--models llama-1b gpt2-xl] [--measures decode-1 prefill]
 
-Random weights, eager, bf16. All variants of a model share its weights and take turns in one
-process, each time in another order; the figure is the smallest of the wall times seen, each up to a
-synchronise, and beside it stands the median of the ratios within a round. Decode is one
-step of one token on a cache of 128, prefill the forward of 4 x 2048 tokens (or as many as the
-model has positions) with the last logits alone, training a forward and backward of as many.
-Kernels are counted by torch's profiler.
+Random weights, eager, bf16. How variants share weights and take turns, and what decode, prefill
+and train are, is in integrations/timing.py, which `fusedops compare --time` runs as well. The
+figure is the smallest of the wall times seen, and beside it stands the median of the ratios within
+a round. Decode is one step of one token on a cache of 128, prefill the forward of 4 x 2048 tokens
+(or as many as the model has positions) with the last logits alone, training a forward and backward
+of as many. Kernels are counted by torch's profiler.
 """
 
 import argparse
-import copy
-import gc
-import inspect
 import json
-import operator
-import statistics
 import sys
-import time
 
 import torch
 import transformers
 import triton
 from record import commit
-from transformers import DynamicCache
 
 import fusedops
 from fusedops.integrations import patch
 from fusedops.integrations.loading import load
 from fusedops.integrations.stream import BLOCK, TRIALS
-
-
-def shared_copy(model):
-    """A copy of the modules around the same parameters and buffers."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+from fusedops.integrations.timing import Plan, round_ratio, shared_copy, time_case
 
 
 def variants(model):
@@ -53,75 +41,11 @@ def variants(model):
     return models, reports
 
 
-def decoder(model, batch):
-    """A function that takes one step of decoding, and one that takes it back.
-
-    Every step sees a cache of the same length: cuDNN's attention plans anew for each new one, some
-    3 ms a layer, which whoever comes first would pay for all.
-    """
-    ids = torch.randint(0, model.config.vocab_size, (batch, 128), device="cuda")
-    # transformers 5.24 renamed the argument.
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    cache = DynamicCache(config=model.config)
-    arguments = {name: cache, "use_cache": True}
-    model(ids, **arguments)
-    token = ids[:, :1]
-
-    def step():
-        model(token, **arguments)
-
-    return step, lambda: cache.crop(-1)
-
-
-def measure_of(measure, model):
-    """(what is timed, what is done after it)."""
-    vocabulary = model.config.vocab_size
-    if measure.startswith("decode"):
-        return torch.no_grad()(decoder)(model, int(measure.split("-")[1]))
-    length = min(2048, model.config.max_position_embeddings)
-    ids = torch.randint(0, vocabulary, (4, length), device="cuda")
-    if measure == "prefill":
-        return (lambda: model(ids, use_cache=False, logits_to_keep=1)), lambda: None
-
-    def train():
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        for parameter in model.parameters():
-            parameter.grad = None
-
-    return train, lambda: None
-
-
-def wall(call, reset):
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    elapsed = (time.perf_counter() - start) * 1e3
-    reset()
-    return elapsed
-
-
-def take_turns(calls, seconds):
-    """{name: wall times in ms} of {name: (what is timed, what is done after it)}.
-
-    Each round goes in another order: what ran before heats the GPU or fills caches.
-    """
-    times = {name: [] for name in calls}
-    gc.collect()
-    gc.disable()  # a collection, some 40 ms here, would hit one variant or another
-    deadline = time.perf_counter() + seconds
-    order = list(calls)
-    while time.perf_counter() < deadline:
-        for name in order:
-            times[name].append(wall(*calls[name]))
-        order.append(order.pop(0))
-    gc.enable()
-    return times
-
-
-def round_ratio(times, base, name):
-    """The median, over the rounds, of how much faster ``name`` was than ``base``."""
-    return statistics.median(map(operator.truediv, times[base], times[name]))
+def case_of(measure, model):
+    """The case that a name means: "decode-16" is a step for as many sequences."""
+    name, _, batch = measure.partition("-")
+    plan = Plan(decode_batches=[int(batch or 1)], measures=[name])
+    return plan.cases(model)[0]
 
 
 def write(path, rows):
@@ -142,15 +66,6 @@ def write(path, rows):
         )
 
 
-def kernels(call, reset):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    reset()
-    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum("Memcpy" not in e.name and "Memset" not in e.name for e in events)
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
@@ -165,19 +80,13 @@ def main():
         base = load(name, torch.bfloat16, "cuda").model
         for measure in options.measures:
             models, reports = variants(base)
-            training = measure == "train"
-            for model in models.values():
-                model.train(training)
-            with torch.set_grad_enabled(training):
-                calls = {key: measure_of(measure, model) for key, model in models.items()}
-                for _ in range(3):
-                    for call in calls.values():
-                        wall(*call)
-                launched = {key: kernels(*call) for key, call in calls.items()}
-                times = take_turns(calls, options.seconds)
+            found = time_case(case_of(measure, base), models, options.seconds)
+            times, launched = found.times, found.kernels
             best = {key: min(values) for key, values in times.items()}
             rounds = {key: round_ratio(times, "unpatched", key) for key in times}
-            for key in calls:
+            if found.failed:
+                print(f"{name} {measure}: {found.failed}", file=sys.stderr)
+            for key in times:
                 rows.append(
                     {
                         "model": name,
@@ -194,10 +103,10 @@ def main():
             line = "  ".join(
                 f"{key} {best[key]:.3f} ms x{best['unpatched'] / best[key]:.3f} "
                 f"({rounds[key]:.3f}, {launched[key]}k)"
-                for key in calls
+                for key in times
             )
             print(f"{name:9s} {measure:10s} {line}", flush=True)
-            del models, calls
+            del models
         del base
         torch.cuda.empty_cache()
     write(options.out, rows)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fusedops.environment import available_memory, one_line
 
-__all__ = ["BUILT_IN", "ByteTokenizer", "LoadedModel", "LoadingError", "load"]
+__all__ = ["BUILT_IN", "ByteTokenizer", "LoadedModel", "LoadingError", "load", "vocabulary"]
 
 _BYTES = 256
 
@@ -129,7 +129,7 @@ class LoadedModel:
             generator = torch.Generator().manual_seed(0)
             length = tokens or 64
             stream = torch.randint(
-                0, _vocabulary(self.model), (length + batch,), generator=generator
+                0, vocabulary(self.model), (length + batch,), generator=generator
             ).tolist()
         else:
             stream = list(self.tokenizer.encode(prompt))
@@ -306,7 +306,8 @@ def _tokenizer(folder: str, options: dict[str, Any]) -> Tokenizer | None:
         return None
 
 
-def _vocabulary(model: nn.Module) -> int:
+def vocabulary(model: nn.Module) -> int:
+    """How many token ids ``model`` knows; LoadingError where it embeds none."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     if isinstance(embedding, nn.Module) and isinstance(embedding.weight, Tensor):
         return embedding.weight.shape[0]

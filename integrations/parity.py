@@ -30,7 +30,7 @@ from fusedops.integrations.parity_report import (
 )
 from fusedops.integrations.report import PatchReport
 
-__all__ = ["check_parity"]
+__all__ = ["check_parity", "main_output"]
 
 _CHUNK = 2**22  # elements compared at a time: fp64 copies of whole logits would not fit
 _LOSS_SCALE = 64.0  # keeps fp16 gradients out of the subnormal numbers
@@ -167,7 +167,7 @@ class _Subject:
             hidden = stack.enter_context(_recorded(model, self.blocks if hooks else []))
             arguments = _fresh(self.inputs, self.device)
             raw = model(arguments) if isinstance(arguments, Tensor) else model(**arguments)
-            name, output = _main_output(raw)
+            name, output = main_output(raw)
             run = _Run(output.detach(), name, hidden)
             if backward:
                 loss = self._loss(raw, output, run) * _LOSS_SCALE
@@ -322,7 +322,7 @@ def _fresh(value: Any, device: torch.device) -> Any:
 # --- the runs ----------------------------------------------------------------------------------
 
 
-def _main_output(raw: Any) -> tuple[str, Tensor]:
+def main_output(raw: Any) -> tuple[str, Tensor]:
     """The tensor that is compared: logits, else the last hidden state, else the first tensor."""
     for name in ("logits", "last_hidden_state"):
         found = raw.get(name) if isinstance(raw, Mapping) else getattr(raw, name, None)

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import build_llama
+
+from fusedops import dispatch
+from fusedops.integrations import timing
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,7 +41,7 @@ class ClockStub:
 def bench() -> Any:
     """The scripts as modules: they import each other by name, as scripts of one folder do."""
     sys.path.insert(0, str(ROOT / "bench"))
-    names = ("run", "record", "providers", "launch", "plot", "traffic")
+    names = ("run", "record", "providers", "launch", "plot", "traffic", "e2e")
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     sys.path.remove(str(ROOT / "bench"))
     for name in names:
@@ -325,6 +329,22 @@ def test_launch_on_the_cpu(bench: Any, tmp_path: Path, monkeypatch: pytest.Monke
     assert [line["of_torch"] for line in rows if line["provider"] == "torch"] == [1.0] * 8
     text = bench.plot.launch_text(json.loads(out.read_text()), out)
     assert "| `add_layer_norm`, training | " in text
+
+
+# Whole models -----------------------------------------------------------------------------------
+
+
+def test_variants_of_whole_models(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    model = build_llama()
+    case = bench.e2e.case_of("decode-3", model)
+    assert (case.measure, case.sequences, case.tokens) == ("decode", 3, 1)
+    assert bench.e2e.case_of("train", model).title == "train, 4 x 64 tokens"
+    models, reports = bench.e2e.variants(model)
+    times = timing.time_case(case, models, 0.0).times
+    assert list(times) == ["unpatched", "default", "norms", "in block", "across"]
+    assert not reports["norms"].fused
+    assert [row.blocks for row in reports["in block"].fused] == [3]
 
 
 # Bytes ------------------------------------------------------------------------------------------
