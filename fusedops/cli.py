@@ -2,7 +2,7 @@
 """The ``fusedops`` command: ``compare`` proves a patched model equal, ``info`` tells what runs.
 
 Exit status: 0 parity holds (or nothing was to be proven), 1 it fails or is not proven, 2 the
-command could not do its work.
+command could not do its work, 130 it was interrupted. How fast a model is does not change it.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import importlib.util
 import io
 import json
 import logging
+import math
 import os
 import sys
 import warnings
@@ -26,6 +27,7 @@ from fusedops import dispatch, environment
 if TYPE_CHECKING:
     from fusedops.integrations.loading import LoadedModel
     from fusedops.integrations.parity_report import ParityReport
+    from fusedops.integrations.timing_report import TimingReport
 
 __all__ = ["main"]
 
@@ -77,10 +79,11 @@ def _parser() -> argparse.ArgumentParser:
 
     compare = commands.add_parser(
         "compare",
-        help="patch a model and prove that it computes the same",
+        help="patch a model and prove that it computes the same; --time: how fast it is",
         description="Run a model unpatched, patched, and unpatched in fp32, and compare. The exit "
         "status is 0 only if parity holds. Without a GPU the kernels run under Triton's "
-        "interpreter, slowly.",
+        "interpreter, slowly. With --time, the model is then timed unpatched, with its norms "
+        "patched, and with its residual adds fused as well.",
     )
     compare.add_argument(
         "model",
@@ -116,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--json", metavar="FILE", help="write the report as JSON")
     compare.add_argument("--plot", metavar="FILE", help="save the drift by depth as an image")
     compare.add_argument("--traceback", action="store_true", help="show where an error came from")
+    _add_timing_options(compare)
 
     info = commands.add_parser(
         "info", help="versions, GPU, and the path that each operator takes here, and why"
@@ -123,6 +127,41 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print JSON")
     info.add_argument("--traceback", action="store_true", help="show where an error came from")
     return parser
+
+
+def _add_timing_options(compare: argparse.ArgumentParser) -> None:
+    timing = compare.add_argument_group("timing")
+    timing.add_argument("--time", action="store_true", help="after the comparison, time the models")
+    timing.add_argument(
+        "--measure",
+        nargs="+",
+        choices=("decode", "prefill", "train"),
+        help="what to time (default: all three); train is a forward and backward, and each of them",
+    )
+    timing.add_argument(
+        "--decode-batch",
+        nargs="+",
+        type=_positive,
+        metavar="N",
+        help="numbers of sequences that decode together (default: 1 16)",
+    )
+    timing.add_argument(
+        "--shape",
+        type=_shape,
+        metavar="NxTOKENS",
+        help="sequences and their length in prefill and train (default: 4x2048, or the model's "
+        "positions; 1x64 without a GPU)",
+    )
+    timing.add_argument(
+        "--seconds", type=_seconds, metavar="S", help="time for each thing timed (default: 5)"
+    )
+    timing.add_argument(
+        "--against",
+        type=_contestants,
+        metavar="{compile,liger}",
+        help="also time torch.compile, and Liger's norms in a process of their own; several "
+        "joined by a comma",
+    )
 
 
 # --- compare -----------------------------------------------------------------------------------
@@ -148,6 +187,10 @@ def _compare(arguments: argparse.Namespace, *, restart: bool) -> int:
         parity_report.write_atomically(path)
     if arguments.plot:
         parity_report.image_format(arguments.plot)
+    timing_options = ("measure", "decode_batch", "shape", "seconds", "against")
+    for name in timing_options if not arguments.time else ():
+        if getattr(arguments, name) is not None:
+            raise _CommandError(f"--{name.replace('_', '-')} says what to time, and needs --time")
     if restart:
         _restart_with_interpreter(device)
 
@@ -155,10 +198,17 @@ def _compare(arguments: argparse.Namespace, *, restart: bool) -> int:
         on_step(f"loading {arguments.model}", 0, 1)
         loaded, report = _load_and_check(arguments, dtype, device, on_step)
     _show(loaded, report)
-    if arguments.json:
-        _write_json(arguments, loaded, report)
     if arguments.plot:
         report.plot(arguments.plot)
+    timing = None
+    if arguments.time:
+        with _progress(hint=False) as on_step, _quiet():
+            timing = _time(arguments, loaded, device, on_step)
+        _show_timing(timing)
+    if arguments.json:
+        _write_json(arguments, loaded, report, timing)
+    if timing is not None and timing.interrupted:
+        return _complain("interrupted", status=130)
     return 0 if report.ok else 1
 
 
@@ -189,6 +239,41 @@ def _load_and_check(
     return loaded, report
 
 
+def _time(
+    arguments: argparse.Namespace,
+    loaded: "LoadedModel",
+    device: torch.device,
+    on_step: Callable[[str, int, int], None],
+) -> "TimingReport":
+    from fusedops.integrations.liger import add_liger
+    from fusedops.integrations.timing import MEASURES, Plan, time_model
+
+    sequences, tokens = arguments.shape or ((4, 2048) if device.type == "cuda" else (1, 64))
+    plan = Plan(
+        measures=arguments.measure or MEASURES,
+        decode_batches=arguments.decode_batch or (1, 16),
+        sequences=sequences,
+        tokens=tokens,
+        seconds=5.0 if arguments.seconds is None else arguments.seconds,
+    )
+    against = arguments.against or ()
+    here = [name for name in against if name != "liger"]
+    timing = time_model(loaded.model, plan, against=here, on_step=on_step)
+    if "liger" in against and not timing.interrupted:
+        add_liger(timing, loaded.model, arguments.model, plan, on_step)
+    return timing
+
+
+def _show_timing(timing: "TimingReport") -> None:
+    print()
+    if importlib.util.find_spec("rich") is None or not sys.stdout.isatty():
+        print(timing)
+        return
+    from rich.console import Console
+
+    Console().print(timing)
+
+
 def _show(loaded: "LoadedModel", report: "ParityReport") -> None:
     print(loaded.source)
     print(report.patch)
@@ -199,7 +284,10 @@ def _show(loaded: "LoadedModel", report: "ParityReport") -> None:
 
 
 def _write_json(
-    arguments: argparse.Namespace, loaded: "LoadedModel", report: "ParityReport"
+    arguments: argparse.Namespace,
+    loaded: "LoadedModel",
+    report: "ParityReport",
+    timing: "TimingReport | None",
 ) -> None:
     from fusedops.integrations.parity_report import write_atomically
 
@@ -209,6 +297,8 @@ def _write_json(
         "environment": environment.describe(probe=False),
         **report.to_dict(),
     }
+    if timing is not None:
+        found["timing"] = timing.to_dict()
     text = json.dumps(found, indent=2, allow_nan=False) + "\n"
     write_atomically(arguments.json, lambda file: Path(file).write_text(text))
 
@@ -232,14 +322,14 @@ def _restart_with_interpreter(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def _progress(*, hint: bool = True) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr; gives the function that moves it.
 
     A line a step instead where stderr is no terminal, and, with a hint, where rich is missing.
     """
     stream = sys.stderr  # as it is now: it is replaced while other libraries run
     has_rich = importlib.util.find_spec("rich") is not None
-    if not has_rich:
+    if hint and not has_rich:
         print("no progress bar without rich: pip install 'fusedops[cli]'", file=stream)
     if not has_rich or not stream.isatty():
         yield lambda what, done, total: print(f"... {what}", file=stream, flush=True)
@@ -315,6 +405,31 @@ def _integer(text: str, least: int) -> int:
     if number < least:
         raise argparse.ArgumentTypeError(f"expected a whole number from {least}, got {text!r}")
     return number
+
+
+def _shape(text: str) -> tuple[int, int]:
+    sequences, separator, tokens = text.partition("x")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"expected sequences x tokens, as 4x2048, got {text!r}")
+    return _positive(sequences), _positive(tokens)
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
+    return number
+
+
+def _contestants(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in ("compile", "liger"):
+            raise argparse.ArgumentTypeError(f"expected compile, liger or both, got {name!r}")
+    return names
 
 
 def _device(name: str | None) -> torch.device:

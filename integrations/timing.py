@@ -510,7 +510,10 @@ def add_timings(
     plan: Plan,
     on_step: Step | None = None,
 ) -> None:
-    """Fill ``report`` case by case; "unpatched" must be the first of ``contestants``."""
+    """Fill ``report`` case by case, with what each of ``contestants`` makes of ``model``.
+
+    The first of them, "unpatched", is what the others are compared with.
+    """
     on_step = on_step or (lambda what, done, total: None)
     cases = plan.cases(model)
     total = 2 * len(cases)
@@ -523,6 +526,8 @@ def add_timings(
                     models[name] = build(model)
                 except Exception as error:  # what cannot be built does not stop the others
                     report.note(f"{name} left out: {_reason(error)}")
+            if next(iter(contestants)) not in models:
+                return
             try:
                 found = time_case(
                     case,

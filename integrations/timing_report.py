@@ -74,19 +74,20 @@ class TimingRow(Case):
 
 
 _COLUMNS: tuple[tuple[str, Callable[[TimingRow], str | None]], ...] = (
-    ("median ms", lambda row: f"{row.median_ms:.3f}"),
+    ("ms", lambda row: f"{row.median_ms:.3f}"),
     ("min ms", lambda row: f"{row.min_ms:.3f}"),
     ("tokens/s", lambda row: f"{row.tokens_per_second:,.0f}"),
     ("speed", lambda row: f"x{row.ratio:.3f}"),
     ("by min", lambda row: f"x{row.best_ratio:.3f}"),
-    ("rounds", lambda row: str(row.rounds)),
-    ("fused calls", lambda row: str(row.fused_calls)),
+    ("fused", lambda row: str(row.fused_calls)),
     ("kernels", lambda row: None if row.kernels is None else str(row.kernels)),
-    (
-        "peak GiB",
-        lambda row: None if row.peak_memory is None else f"{row.peak_memory / 2**30:.2f}",
-    ),
+    ("GiB", lambda row: None if row.peak_memory is None else f"{row.peak_memory / 2**30:.2f}"),
 )
+_LEGEND = (
+    "ms: the median; speed: the unpatched model's time over this one's in the same round, the "
+    "median of all rounds; by min: that of the smallest times; fused: calls of fusedops' operators"
+)
+_GPU_LEGEND = "kernels: on the GPU, in one call; GiB: the most memory allocated during one"
 
 
 @dataclass
@@ -128,32 +129,29 @@ class TimingReport:
         return "\n".join([self._title(), table, *self._remarks()])
 
     def __rich__(self) -> Any:
-        """The same for a rich console."""
+        """The same for a rich console; 80 columns are enough."""
+        from rich.box import SIMPLE_HEAD
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
         headers, rows = self._table()
-        table = Table()
+        table = Table(box=SIMPLE_HEAD, padding=0)
         for place, header in enumerate(headers):
-            table.add_column(header.strip(), justify="left" if place < 2 else "right")
-        for row in rows:
-            if row[0]:
-                table.add_section()
-            table.add_row(*(Text(cell.strip()) for cell in row))
-        # Text, since square brackets in a note are no markup.
-        return Group(*map(Text, [self._title()]), table, *map(Text, self._remarks()))
+            table.add_column(header.strip(), justify="right" if place else "left")
+        for first, *cells in rows:
+            style = "" if any(cells) else "bold"
+            # Text, since square brackets are no markup here.
+            table.add_row(Text(first.replace(", ", ",\n")), *map(Text, cells), style=style)
+        return Group(Text(self._title()), table, *map(Text, self._remarks()))
 
     def _title(self) -> str:
         return f"speed of {self.model} in {self.dtype} on {self.device}"
 
     def _remarks(self) -> list[str]:
-        remarks = []
-        if self.rows:
-            remarks.append(
-                "speed: the unpatched model's time over this one's in the same round, the median "
-                "over all rounds; by min: of the smallest times"
-            )
+        remarks = [_LEGEND] if self.rows else []
+        if any(row.kernels is not None for row in self.rows):
+            remarks.append(_GPU_LEGEND)
         for row in self.rows:
             if row.own_process:
                 remarks.append(
@@ -166,19 +164,23 @@ class TimingReport:
         return remarks
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        """Headers and rows of cells, those of one case together, numbers flush right."""
+        """Headers and rows of cells: under the title of each case its contestants."""
         groups: dict[str, list[TimingRow]] = {}
         for row in self.rows:
             groups.setdefault(row.title, []).append(row)
-        ordered = [row for group in groups.values() for row in group]
-        first = {id(group[0]) for group in groups.values()}
-        columns = {
-            "measure": [row.title if id(row) in first else "" for row in ordered],
-            "model": [_LABELS.get(row.contestant, row.contestant) for row in ordered],
-        }
+        first: list[str] = []
+        lines: list[TimingRow | None] = []
+        for title, group in groups.items():
+            first += [title, *(f"  {_LABELS.get(r.contestant, r.contestant)}" for r in group)]
+            lines += [None, *group]
+        columns = {"": first}
         for header, cell in _COLUMNS:
-            cells = [cell(row) for row in ordered]
-            if any(text is not None for text in cells):
-                width = max(len(text or "-") for text in [header, *cells])
-                columns[header.rjust(width)] = [(text or "-").rjust(width) for text in cells]
+            found = [None if row is None else cell(row) for row in lines]
+            if any(text is not None for text in found):
+                texts = [
+                    "" if row is None else text or "-"
+                    for row, text in zip(lines, found, strict=True)
+                ]
+                width = max(map(len, [header, *texts]))
+                columns[header.rjust(width)] = [text.rjust(width) if text else "" for text in texts]
         return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]

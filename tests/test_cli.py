@@ -16,7 +16,7 @@ import torch
 
 import fusedops
 from fusedops import cli, dispatch, environment, functional
-from fusedops.integrations import check_parity, parity
+from fusedops.integrations import check_parity, parity, timing, timing_report
 
 ROOT = Path(fusedops.__file__).resolve().parent.parent
 OPERATORS = {"rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm"}
@@ -305,6 +305,82 @@ def test_errors_in_the_comparison_are_one_line(
     if isinstance(error, KeyError):
         with pytest.raises(KeyError):
             cli.main(["compare", "tiny-llama", "--traceback"])
+
+
+# --- compare --time ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernels_run")
+def test_time_comes_after_parity(
+    run: Run, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    monkeypatch.setattr(timing, "WARM_UP", 1)
+    file = tmp_path / "report.json"
+    done = run(
+        "compare", "tiny-gpt2", "--dtype", "fp32", "--continuation", 0, "--json", file,
+        "--time", "--measure", "decode", "--decode-batch", 2, "--seconds", 0, "--against", "liger",
+    )  # fmt: skip
+    assert done.status == 0, done.out + done.err
+    assert done.out.index("parity holds") < done.out.index("speed of GPT2LMHeadModel")
+    assert "decode, 2 x 1 token\n" in done.out
+    assert "note: liger left out: liger-kernel is not installed" in done.out
+    assert "decode, 2 x 1 token: taking turns" in done.err
+    found = json.loads(file.read_text())
+    assert found["ok"] is True
+    rows = found["timing"]["rows"]
+    assert [row["contestant"] for row in rows] == ["unpatched", "norms", "fused"]
+    assert [row["path"] for row in rows] == ["none", path, path]
+    assert str(timing_report.TimingReport.from_dict(found["timing"])) in done.out
+
+
+def test_an_interrupt_shows_what_is_done(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _arguments_seen(monkeypatch)
+    take_turns, calls = timing.take_turns, []
+
+    def interrupted(works: Any, seconds: float) -> Any:
+        calls.append(seconds)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return take_turns(works, 0.0)
+
+    monkeypatch.setattr(timing, "take_turns", interrupted)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # the table is then rich's, if present
+    file = tmp_path / "report.json"
+    done = run(
+        "compare", "tiny-gpt2", "--device", "cpu", "--time", "--measure", "prefill", "train",
+        "--shape", "2x4", "--seconds", "7", "--against", "liger", "--json", file,
+    )  # fmt: skip
+    assert done.status == 130
+    assert calls == [7.0, 7.0]
+    assert "interrupted: this is what was done until then" in done.out
+    assert "fusedops: error: interrupted" in done.err
+    found = json.loads(file.read_text())["timing"]
+    assert found["interrupted"] is True
+    assert {(row["measure"], row["sequences"], row["tokens"]) for row in found["rows"]} == {
+        ("prefill", 2, 4)
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--seconds", "2"], "--seconds says what to time, and needs --time"),
+        (["--decode-batch", "2"], "--decode-batch says what to time, and needs --time"),
+        (["--time", "--shape", "4"], "expected sequences x tokens, as 4x2048, got '4'"),
+        (["--time", "--shape", "0x4"], "expected a whole number from 1, got '0'"),
+        (["--time", "--seconds", "nan"], "expected a number of seconds, got 'nan'"),
+        (["--time", "--against", "compile,jax"], "expected compile, liger or both, got 'jax'"),
+        (["--time", "--measure", "sleep"], "invalid choice: 'sleep'"),
+    ],
+)
+def test_wrong_usage_of_time(run: Run, arguments: list[str], reason: str) -> None:
+    done = run("compare", "tiny-llama", *arguments)
+    assert done.status == 2
+    assert reason in done.err
+    assert "loading" not in done.err
 
 
 # --- info ----------------------------------------------------------------------------------------

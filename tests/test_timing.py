@@ -4,7 +4,13 @@
 import gc
 import io
 import json
+import os
 import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +25,14 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import fusedops
 from fusedops import dispatch
-from fusedops.integrations import patching, timing
+from fusedops.integrations import liger, load, patching, timing
 from fusedops.integrations.timing import Plan, Work
 from fusedops.integrations.timing_report import Case, TimingReport, TimingRow
 
 FAST = Plan(decode_batches=[2], sequences=2, tokens=8, seconds=0.0)
+POPEN = subprocess.Popen
 BERT = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 48, "max_position_embeddings": 32,
@@ -35,6 +43,13 @@ BERT = {
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patched models run their own code: the interpreter takes a hundred times as long."""
     monkeypatch.setattr(dispatch, "INTERPRETED", False)
+
+
+def one_block() -> Any:
+    """Three norms, two of them after an add."""
+    model = build_llama()
+    model.model.layers = model.model.layers[:1]
+    return model
 
 
 def only(report: TimingReport, contestant: str) -> list[TimingRow]:
@@ -147,10 +162,9 @@ def test_the_ratio_is_that_within_a_round(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("kernels_run")
 def test_a_whole_comparison(device: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "WARM_UP", 2)
+    monkeypatch.setattr(timing, "WARM_UP", 1)
     monkeypatch.setattr(timing, "MIN_ROUNDS", 1)
-    model = build_llama().to(device)
-    model.model.layers = model.model.layers[:1]  # three norms, two of them after an add
+    model = one_block().to(device)
     steps: list[tuple[str, int, int]] = []
     report = timing.time_model(model, FAST, on_step=lambda *s: steps.append(s))
     titles = [
@@ -220,15 +234,22 @@ def test_training_halves_make_a_whole_and_leave_no_gradient() -> None:
 
 
 @pytest.mark.usefixtures("no_kernels")
-@pytest.mark.parametrize(("cls", "own_loss"), [(BertModel, False), (BertForMaskedLM, True)])
-def test_an_encoder_has_no_decoding(cls: Any, own_loss: bool) -> None:
-    model = cls(BertConfig(**BERT))
-    assert timing.token_loss(model) == own_loss
-    report = timing.time_model(model, FAST)
-    assert report.notes[0] == f"decode left out: {cls.__name__} does not generate text"
+def test_an_encoder_has_no_decoding() -> None:
+    report = timing.time_model(BertForMaskedLM(BertConfig(**BERT)), FAST)
+    assert report.notes[0] == "decode left out: BertForMaskedLM does not generate text"
     assert {row.measure for row in report.rows} == {
         "prefill", "train", "train forward", "train backward",
     }  # fmt: skip
+
+
+def test_a_model_without_a_loss_over_tokens_trains_on_its_outputs() -> None:
+    model = BertModel(BertConfig(**BERT))
+    assert not timing.token_loss(model)
+    assert timing.token_loss(BertForMaskedLM(BertConfig(**BERT)))
+    work = timing.work_of(Case("train backward", 1, 4), model, token_loss=False)
+    work.before()
+    work.run()
+    assert model.embeddings.word_embeddings.weight.grad is not None
 
 
 @pytest.mark.usefixtures("no_kernels")
@@ -303,7 +324,7 @@ def test_compiled_models_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: compile_(model, backend="eager"))
     plan = Plan(measures=["decode"], decode_batches=[1], seconds=0.0)
-    report = timing.time_model(build_llama(), plan, against=["compile"])
+    report = timing.time_model(one_block(), plan, against=["compile"])
     assert [row.measure for row in only(report, "compile")] == ["decode"]
 
 
@@ -359,13 +380,17 @@ def test_table() -> None:
     report = report_of_two()
     lines = str(report).splitlines()
     assert lines[0] == "speed of Some in bfloat16 on cuda:0"
-    assert lines[2].split() == [
-        "decode,", "4", "x", "1", "token", "unpatched", "3.000", "1.900", "1,333", "x1.000",
-        "x1.100", "9", "0", "414", "-",
+    assert lines[1].split() == [
+        "ms", "min", "ms", "tokens/s", "speed", "by", "min", "fused", "kernels", "GiB",
     ]  # fmt: skip
-    assert lines[5].split()[:4] == ["full", "fusion", "2.000", "1.900"]
-    assert lines[5].endswith(" 3.00")
-    assert len({len(line) for line in lines[1:6]}) == 1
+    assert lines[2] == "decode, 4 x 1 token"
+    assert lines[3].split() == [
+        "unpatched", "3.000", "1.900", "1,333", "x1.000", "x1.100", "0", "414", "-",
+    ]  # fmt: skip
+    assert lines[7].split() == [
+        "full", "fusion", "2.000", "1.900", "2,000", "x1.500", "x1.100", "0", "414", "3.00",
+    ]  # fmt: skip
+    assert len({len(lines[i]) for i in (1, 3, 4, 6, 7)}) == 1
     assert lines[-1] == "note: a [b] c"
     report.interrupted = True
     assert str(report).endswith("interrupted: this is what was done until then")
@@ -376,8 +401,141 @@ def test_table_of_rich() -> None:
     pytest.importorskip("rich")
     from rich.console import Console
 
-    console = Console(width=200, file=io.StringIO())
-    console.print(report_of_two())
+    report = report_of_two()
+    report.rows = [
+        replace(row, measure="train backward", sequences=4, tokens=2048) for row in report.rows
+    ]
+    console = Console(width=80, file=io.StringIO())
+    console.print(report)
     text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    assert "train backward," in text
     assert "full fusion" in text
     assert "note: a [b] c" in text
+
+
+# Liger, in a process of its own ------------------------------------------------------------------
+
+FAKE_LIGER = """
+from types import MethodType
+
+def apply(rope=True, fused_linear_cross_entropy=True, rms_norm=True, model=None):
+    assert rms_norm and not rope and not fused_linear_cross_entropy
+    for module in model.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = MethodType(type(module).forward, module)
+
+MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply}
+"""
+
+
+@pytest.fixture
+def fake_liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package of Liger's name that is importable here and in processes that are started."""
+    package = tmp_path / "liger_kernel" / "transformers"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "monkey_patch.py").write_text(FAKE_LIGER)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "liger_kernel"]:
+        monkeypatch.delitem(sys.modules, name)
+    inherited = os.environ.get("PYTHONPATH")
+    root = Path(fusedops.__file__).resolve().parent.parent
+    paths = [str(tmp_path), str(root), *([inherited] if inherited else [])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+
+
+@pytest.mark.usefixtures("fake_liger")
+def test_liger_runs_elsewhere_and_is_compared_there() -> None:
+    model = load("tiny-llama").model
+    plan = Plan(measures=["decode", "prefill"], decode_batches=[2], tokens=8, seconds=0.0)
+    report = timing.start_report(model, plan)
+    steps: list[str] = []
+    liger.add_liger(report, model, "tiny-llama", plan, lambda what, *_: steps.append(what))
+    assert report.notes == []
+    assert [row.title for row in report.rows] == ["decode, 2 x 1 token", "prefill, 4 x 8 tokens"]
+    for row in report.rows:
+        assert (row.contestant, row.own_process, row.rounds) == ("liger", True, 3)
+        assert row.ratio == pytest.approx(row.unpatched_ms / row.median_ms, rel=0.5)
+        assert f"{row.title}: Liger's norms ran in a process of its own" in str(report)
+    assert steps[0] == "Liger's process: loading tiny-llama"
+    assert steps[-1] == "Liger's process: done"
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.usefixtures("fake_liger")
+@pytest.mark.parametrize(
+    ("source", "model_type", "reason"),
+    [
+        ("tiny-gpt2", "gpt2", "Liger does not know models of the type 'gpt2'"),
+        ("tiny-gpt2", "llama", "Liger replaces no norm of GPT2LMHeadModel"),
+        ("no-such-model", "llama", "LoadingError: cannot load no-such-model"),
+    ],
+)
+def test_why_liger_is_left_out(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    model_type: str,
+    reason: str,
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    plan = {"measures": ["prefill"], "sequences": 1, "tokens": 4, "seconds": 0.0}
+    liger.main(
+        {
+            "source": source, "dtype": "float32", "device": "cpu", "model_type": model_type,
+            "plan": plan,
+        }
+    )  # fmt: skip
+    assert f"liger left out: {reason}" in capsys.readouterr().out
+
+
+def test_liger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    report = report_of_two()
+    rows = list(report.rows)
+    liger.add_liger(report, build_llama(), "some/model", FAST)
+    assert report.notes[1:] == ["liger left out: liger-kernel is not installed"]
+    assert report.rows == rows
+
+
+def add_from(monkeypatch: pytest.MonkeyPatch, code: str, on_step: Any = None) -> TimingReport:
+    """What `add_liger` makes of a process that runs ``code`` after it has sent a row."""
+    sent = {"report": report_of_two().to_dict(), "step": ["first", 0, 1]}
+    sent["report"]["rows"][1]["contestant"] = "liger"
+    line = liger._MARK + json.dumps(sent)
+
+    def start(command: Any, **options: Any) -> Any:
+        program = f"import sys, time; print('chatter'); print({line!r}, flush=True); {code}"
+        return POPEN([sys.executable, "-c", program], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    report = TimingReport("Some", "float32", "cpu", 0.0)
+    liger.add_liger(report, build_llama(), "some/model", FAST, on_step)
+    return report
+
+
+@pytest.mark.usefixtures("fake_liger")
+def test_a_process_that_dies_is_one_line_and_what_it_sent_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = add_from(monkeypatch, "sys.exit('first line\\nno memory')")
+    assert [row.contestant for row in report.rows] == ["liger"]
+    assert report.notes[1:] == ["liger left out: its process ended with status 1: no memory"]
+    report = add_from(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    assert report.notes[1:] == ["liger left out: its process ended with SIGKILL"]
+
+
+@pytest.mark.usefixtures("fake_liger")
+def test_an_interrupt_ends_the_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(what: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    report = add_from(monkeypatch, "time.sleep(100)", interrupt)
+    assert time.monotonic() - start < 50
+    assert report.interrupted
+    assert len(report.rows) == 1
