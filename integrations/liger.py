@@ -14,7 +14,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -80,6 +82,8 @@ def add_liger(
             report.interrupted = True
         finally:
             process.kill()  # which does nothing where it has ended
+    with suppress(metadata.PackageNotFoundError):
+        report.note(f"Liger's norms are those of liger-kernel {metadata.version('liger-kernel')}")
 
 
 def _receive(report: TimingReport, message: dict[str, Any], on_step: Step | None) -> None:

@@ -135,6 +135,8 @@ class TimingReport:
         from rich.table import Table
         from rich.text import Text
 
+        if not self.rows:
+            return Text(str(self))
         headers, rows = self._table()
         table = Table(box=SIMPLE_HEAD, padding=0)
         for place, header in enumerate(headers):

@@ -412,6 +412,8 @@ def test_table_of_rich() -> None:
     assert "train backward," in text
     assert "full fusion" in text
     assert "note: a [b] c" in text
+    console.print(TimingReport("Some", "float32", "cpu", 1.0, notes=["none [at] all"]))
+    assert "nothing was measured\nnote: none [at] all" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 # Liger, in a process of its own ------------------------------------------------------------------
