@@ -48,6 +48,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_block() -> Any:
     """Three norms, two of them after an add."""
     model = build_llama()
+    model.config.num_hidden_layers = 1
     model.model.layers = model.model.layers[:1]
     return model
 
