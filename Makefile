@@ -30,9 +30,9 @@ test: lint
 test-others: $(OTHERS)
 
 $(TRANSFORMERS:%=test-%): TESTS = tests/test_families.py tests/test_stream.py tests/test_patching.py
-$(TRITON:%=test-%): TESTS = tests/test_compile.py tests/test_operators.py
+$(TRITON:%=test-%): TESTS = -n $(WORKERS) tests/test_compile.py tests/test_operators.py
 
-# One process each, so that the count of families is checked.
+# One process for each release of transformers, so that the count of families is checked.
 $(OTHERS): test-%: build/%/.ready
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(<D) $(VENV)/bin/python -m pytest -q -rfE \
 		-p no:cacheprovider $(TESTS) $(PYTEST_ARGS)
