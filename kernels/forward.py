@@ -17,8 +17,9 @@ leaves out what it stands for.
 
 LayerNorm's statistics are the corrected two-pass ones (Chan, Golub & LeVeque 1983, "Algorithms for
 computing the sample variance", eq. 1.7): the second pass also sums the deviations, which cancels
-the rounding error of the first mean. A constant row therefore centres to exactly zero. Rows beyond
-one block merge their slices' or chunks' statistics by the update of the same paper (eq. 2.1).
+the rounding error of the first mean. A constant row therefore centres to exactly zero. The parts of
+a row (its warps' columns, its slices or chunks) have their statistics merged by the update of the
+same paper (eq. 2.1).
 """
 
 import triton
@@ -350,12 +351,7 @@ def norm_forward_looped_kernel(
         if CENTERED:
             count = tl.cast(tl.minimum(N_COLS - begin, BLOCK_SIZE), ACC)
             before = tl.cast(begin, ACC)
-            chunk_mean = divide(tl.sum(s, axis=1), count)
-            deviation = tl.where(mask, s - chunk_mean[:, None], 0.0)
-            deviation_sum, square_sum = sum_both(deviation, deviation * deviation)
-            correction = divide(deviation_sum, count)
-            chunk_m2 = corrected(square_sum, deviation_sum, correction)
-            chunk_mean += correction
+            chunk_mean, chunk_m2 = moments(s, s, cols < N_COLS, count, 0, True, False)
             # The first chunk's mean is taken as it is, so that constant rows stay exact.
             mean = tl.where(begin == 0, chunk_mean, mean)
             delta = chunk_mean - mean
