@@ -123,7 +123,7 @@ def signature(source: str, node: ast.FunctionDef, name: str = "") -> str:
     result = "" if name or node.returns is None else f" -> {segment(source, node.returns)}"
     call = f"{name or node.name}({', '.join(parts)}){result}"
     if len(call) > WIDTH:
-        inside = "".join(f"    {part},\n" for part in parts).replace("*,", "*,")
+        inside = "".join(f"    {part},\n" for part in parts)
         call = f"{name or node.name}(\n{inside}){result}"
     return call
 
