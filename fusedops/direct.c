@@ -31,7 +31,7 @@ GLOBALS(DECLARE)
     X(add_call) X(eps) X(eps_name) X(weight) X(bias) X(_fusedops_norm) X(dtype) X(_version)    \
     X(_global_backward_pre_hooks) X(_global_backward_hooks) X(_global_forward_pre_hooks)       \
     X(_global_forward_hooks) X(_global_forward_hooks_always_called)                            \
-    X(_global_forward_hooks_with_kwargs) X(_fusedops_block) X(training)
+    X(_global_forward_hooks_with_kwargs) X(_fusedops_block) X(training) X(_modules)
 #define DECLARE_STRING(name) static PyObject *s_##name;
 STRINGS(DECLARE_STRING)
 
@@ -416,7 +416,7 @@ static PyObject *module_is_hooked(PyObject *unused, PyObject *module) {
     X(call, state) X(call, watched) X(call, pending)                                           \
     X(block, writes) X(block, argument_keys) X(block, wraps_norms) X(block, outer)             \
     X(block, obstacle) X(block, learned) X(block, handed) X(block, link) X(block, misses)      \
-    X(block, min_elements) X(block, small)                                                     \
+    X(block, min_elements) X(block, small) X(block, members)                                   \
     X(block, calls) X(block, inside) X(block, across)                                          \
     X(handed, tensor) X(handed, version) X(handed, y) X(handed, state) X(handed, norm_state)   \
     X(handed, spec) X(handed, eps) X(handed, weight) X(handed, weight_version)                 \
@@ -874,6 +874,48 @@ static PyObject *new_call(PyObject *state) {
     return call;
 }
 
+// Whether a module's children, as they stand in its dictionary, are those of ``known``.
+static int has_members(PyObject *module_dict, PyObject *known) {
+    PyObject *children = PyDict_GetItemWithError(module_dict, s__modules), *name, *child;
+    if (children == NULL && PyErr_Occurred()) return -1;
+    if (children == NULL || !PyDict_Check(children) || !PyTuple_Check(known) ||
+        PyDict_GET_SIZE(children) != PyTuple_GET_SIZE(known))
+        return 0;
+    Py_ssize_t at = 0;
+    for (Py_ssize_t i = 0; PyDict_Next(children, &at, &name, &child); i++) {
+        PyObject *before = PyTuple_GET_ITEM(known, i);
+        if (child == Py_None && before == Py_None) continue;
+        if (child == Py_None || before == Py_None) return 0;
+        PyObject *reference = PyWeakref_NewRef(child, NULL);  // the same one each time
+        if (reference == NULL) return -1;
+        Py_DECREF(reference);
+        if (reference != before) return 0;
+    }
+    return 1;
+}
+
+// `holds_same`, of the block with this dictionary.
+static int holds_same(PyObject *block_dict, PyObject *state) {
+    PyObject *members = AT(block, state, members);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(members); i++) {
+        PyObject *entry = PyTuple_GET_ITEM(members, i), *holder = PyTuple_GET_ITEM(entry, 0);
+        PyObject *known = PyTuple_GET_ITEM(entry, 1);
+        int answer;
+        if (holder == Py_None) {
+            answer = has_members(block_dict, known);
+        } else {
+            PyObject *module = call0(holder);  // a weak reference
+            PyObject *module_dict = module == NULL || module == Py_None ? NULL : state_of(module);
+            answer = module_dict != NULL ? has_members(module_dict, known)
+                                         : PyErr_Occurred() ? -1 : 0;
+            Py_XDECREF(module_dict);
+            Py_XDECREF(module);
+        }
+        if (answer != 1) return answer;
+    }
+    return 1;
+}
+
 // The `BlockState` of a block of which all is known, borrowed; NULL without an exception: none.
 static PyObject *known_state(PyObject *block_dict) {
     PyObject *state = PyDict_GetItemWithError(block_dict, s__fusedops_block);
@@ -881,7 +923,8 @@ static PyObject *known_state(PyObject *block_dict) {
     if (training == NULL || !Py_IS_TYPE(state, (PyTypeObject *)block_type) ||
         AT(block, state, obstacle) != Py_None || PyList_GET_SIZE(AT(block, state, handed)) > 0)
         return NULL;
-    return PySet_Contains(AT(block, state, learned), training) == 1 ? state : NULL;
+    if (PySet_Contains(AT(block, state, learned), training) != 1) return NULL;
+    return holds_same(block_dict, state) == 1 ? state : NULL;
 }
 
 // (forward, block, args, kwargs) -> the block's output, or NotImplemented.

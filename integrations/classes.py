@@ -16,6 +16,7 @@ import enum
 import functools
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +35,9 @@ from fusedops.integrations.stream import (
     block_frames,
     call_norm,
     call_unhooked,
+    holds_same,
     keys_within,
+    members,
     run_block,
     run_plain_norm,
     watch_block,
@@ -42,20 +45,21 @@ from fusedops.integrations.stream import (
 )
 
 __all__ = [
+    "GUARDED",
+    "Guard",
     "Kind",
     "forward_obstacle",
     "generated_class",
     "into_kind",
     "is_outermost",
+    "kind_of",
     "original_class",
     "restore",
 ]
 
 ORIGINAL = "__fusedops_original__"  # class attribute of a generated class: the class it stands for
 KIND = "__fusedops_kind__"
-GUARDED = "_fusedops_guarded"
-"""Instance attribute of a guarded submodule: the keys of streams that it was handed when called.
-None where no forward that was watched has called it: another may, and hand it one."""
+GUARDED = "_fusedops_guarded"  # instance attribute of a guarded submodule: its `Guard`
 
 
 class Kind(enum.Enum):
@@ -65,6 +69,21 @@ class Kind(enum.Enum):
     BLOCK = "block"  # runs its forward with streams
     GUARD = "guard"  # is handed tensors for streams
     INNER_BLOCK = "inner block"  # is a block, and handed tensors for the streams of one around it
+
+
+class Guard:
+    """What is known of a submodule that is handed tensors for streams.
+
+    keys: of the streams that it was handed when called; None where no forward that was watched
+        has called it: another may, and hand it one.
+    blocks: those that rely on the guard.
+    """
+
+    __slots__ = ("blocks", "keys")
+
+    def __init__(self) -> None:
+        self.keys: set[Key] | None = None
+        self.blocks: weakref.WeakSet[BlockState] = weakref.WeakSet()
 
 
 _lock = threading.Lock()
@@ -89,6 +108,11 @@ def original_class(module: nn.Module) -> type:
     return type(module).__dict__.get(ORIGINAL, type(module))
 
 
+def kind_of(module: nn.Module) -> Kind | None:
+    """What the generated class overrides that ``module`` has, perhaps below somebody else's."""
+    return getattr(type(module), KIND, None)
+
+
 def _generate(original: Any, kind: Kind) -> type:
     def forward_norm(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not is_compiling() and len(args) == 1 and not kwargs:
@@ -109,7 +133,7 @@ def _generate(original: Any, kind: Kind) -> type:
         state: BlockState | None = self.__dict__.get(BLOCK)
         if state is None or state.obstacle is not None:
             return original.forward(self, *args, **kwargs)
-        if self.training not in state.learned:
+        if self.training not in state.learned or not holds_same(self, state):
             return watch_block(original.forward, self, state, args, kwargs, watch)
         if state.handed:
             unguard_needless(state)
@@ -144,9 +168,12 @@ def _generate(original: Any, kind: Kind) -> type:
                 keys.update(keys_within(value))
         if keys:
             args, kwargs = without_streams(args), without_streams(kwargs)
+        guard: Guard | None = vars(self).get(GUARDED)
         if before_submodule() or keys:
-            vars(self)[GUARDED] = keys | (vars(self).get(GUARDED) or set())
-        elif vars(self).get(GUARDED, keys) is None:
+            if guard is None:
+                guard = vars(self).setdefault(GUARDED, Guard())
+            guard.keys = keys | (guard.keys or set())
+        elif guard is not None and guard.keys is None:
             unguard(self)
         return original.__call__(self, *args, **kwargs)
 
@@ -166,16 +193,7 @@ def _generate(original: Any, kind: Kind) -> type:
             vars(replica)[BLOCK] = vars(replica)[BLOCK].for_replica()
         return replica
 
-    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
-        original.__setattr__(self, name, value)
-        if isinstance(value, nn.Module):
-            watch_again(self)
-
-    def add_module(self: nn.Module, name: str, module: nn.Module | None) -> None:
-        original.add_module(self, name, module)
-        watch_again(self)
-
-    members: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
@@ -185,16 +203,14 @@ def _generate(original: Any, kind: Kind) -> type:
         "_replicate_for_data_parallel": _replicate_for_data_parallel,
     }
     if kind is Kind.NORM:
-        members["__call__"] = call_norm_or_guard
+        overrides["__call__"] = call_norm_or_guard
     elif kind is not Kind.BLOCK:
-        members["__call__"] = call_guard
-    if kind in (Kind.BLOCK, Kind.INNER_BLOCK):
-        members |= {"__setattr__": __setattr__, "add_module": add_module}
+        overrides["__call__"] = call_guard
     if kind is not Kind.GUARD:
-        members["forward"] = functools.wraps(original.forward)(
+        overrides["forward"] = functools.wraps(original.forward)(
             forward_norm if kind is Kind.NORM else forward_block
         )
-    cls = type(original)(original.__name__, (original,), members)
+    cls = type(original)(original.__name__, (original,), overrides)
     return cls
 
 
@@ -209,38 +225,42 @@ def _rebuild(original: Any, kind: Kind, *args: Any) -> nn.Module:
 # --- submodules that are handed streams --------------------------------------------------------
 
 
-def watch(block: nn.Module) -> Callable[[], list[nn.Module]]:
+def watch(block: nn.Module, state: BlockState) -> Callable[[], list[nn.Module]]:
     """Give tensors to all submodules that the block's own code hands a stream, and note these.
 
     Returns what ends it, which returns the modules that were handed one; they keep their guard.
     So do those that the block itself may call and did not, until they are called without one.
     """
-    fresh = [
+    before = {module: members(module) for module in block.modules()}
+    guarded = [
         module
-        for module in block.modules()
+        for module in before
         if module is not block
         and not isinstance(module, torch.jit.ScriptModule)
         and type(module).forward is not _NO_FORWARD
-        and _guard(module)
+        and _guard(module, state)
     ]
 
     def end() -> list[nn.Module]:
         own = set(_own_modules(block))
-        for module in fresh:
-            if module in own and GUARDED not in vars(module):
-                vars(module)[GUARDED] = None
-            elif not vars(module).get(GUARDED):
+        handed = []
+        for module in guarded:
+            guard: Guard | None = vars(module).get(GUARDED)
+            if guard is None:
+                continue
+            if guard.keys:
+                handed.append(module)
+            elif guard.keys is not None or module not in own:
                 unguard(module)
-        return [module for module in fresh if vars(module).get(GUARDED)]
+        holders = _holders(block, set(handed))
+        state.members = tuple(
+            (None if module is block else weakref.ref(module), known)
+            for module, known in before.items()
+            if module in holders and known is not None
+        )
+        return handed
 
     return end
-
-
-def watch_again(block: nn.Module) -> None:
-    """A submodule was put in: it has no guard, and may be handed streams."""
-    state: BlockState | None = vars(block).get(BLOCK)
-    if state is not None:
-        state.learned.clear()
 
 
 def _own_modules(block: nn.Module) -> Iterator[nn.Module]:
@@ -251,20 +271,45 @@ def _own_modules(block: nn.Module) -> Iterator[nn.Module]:
             yield from _own_modules(child)
 
 
+def _holders(block: nn.Module, handed: set[nn.Module]) -> set[nn.Module]:
+    """Modules whose children the block's own code may call: an exchanged child has no guard.
+
+    The block, its containers, and what is around a module that was handed a stream.
+    """
+    found = {block}
+
+    def visit(module: nn.Module, own: bool) -> bool:
+        """Whether the module holds, at any depth, one that was handed a stream."""
+        below = False
+        for child in module.children():
+            contained = own and isinstance(child, _CONTAINERS)
+            around = visit(child, contained)
+            if contained or around:
+                found.add(child)
+            below = below or around or child in handed
+        return below
+
+    visit(block, True)
+    return found
+
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _NO_FORWARD = nn.Module.forward  # of containers, which cannot be called
 
 
-def _guard(module: nn.Module) -> bool:
-    """Put the guard on, and say whether that changed anything, or it was never called with it."""
+def _guard(module: nn.Module, state: BlockState) -> bool:
+    """Put the guard on, and say whether it is there now; norms of ours have their own."""
     kind = type(module).__dict__.get(KIND)
-    if kind not in (None, Kind.BLOCK):
-        return vars(module).pop(GUARDED, kind) is None
-    guarded = Kind.GUARD if kind is None else Kind.INNER_BLOCK
-    try:
-        module.__class__ = generated_class(original_class(module), guarded)
-    except Exception:  # a class that refuses to be subclassed
+    if kind is Kind.NORM:
+        vars(module).pop(GUARDED, None)
         return False
+    if kind in (None, Kind.BLOCK):
+        guarded = Kind.GUARD if kind is None else Kind.INNER_BLOCK
+        try:
+            module.__class__ = generated_class(original_class(module), guarded)
+        except Exception:  # a class that refuses to be subclassed
+            return False
+    vars(module).setdefault(GUARDED, Guard()).blocks.add(state)
     return True
 
 
@@ -273,7 +318,8 @@ def unguard_needless(state: BlockState) -> None:
     handed, state.handed = state.handed, []
     for reference in handed:
         module = reference()
-        if module is not None and not state.keys.intersection(vars(module).get(GUARDED) or ()):
+        guard: Guard | None = None if module is None else vars(module).get(GUARDED)
+        if module is not None and guard is not None and not state.keys & (guard.keys or set()):
             unguard(module)
 
 
@@ -302,8 +348,12 @@ def into_kind(module: nn.Module, kind: Kind) -> None:
 
 def restore(module: nn.Module) -> None:
     """Take everything of ours off ``module``, except a class that others have built upon."""
-    for name in (SPEC, READY, BLOCK, GUARDED):
+    for name in (SPEC, READY, BLOCK):
         vars(module).pop(name, None)
+    guard: Guard | None = vars(module).pop(GUARDED, None)
+    if guard is not None:
+        for state in guard.blocks:
+            state.learned.clear()  # it is watched once more, if it is still a block
     if is_outermost(module):
         generated: Any = type(module)
         original: Any = original_class(module)

@@ -18,10 +18,12 @@ from torch import nn
 
 from fusedops.integrations import stream
 from fusedops.integrations.classes import (
+    GUARDED,
     Kind,
     forward_obstacle,
     generated_class,
     into_kind,
+    kind_of,
     original_class,
     restore,
 )
@@ -262,19 +264,24 @@ def suspended(model: nn.Module) -> Iterator[bool]:
     """
     _require_module(model)
     kept: list[tuple[nn.Module, Kind, dict[str, Any]]] = []
+    learned: list[tuple[BlockState, set[bool]]] = []
     for module in model.modules():
-        state = {name: vars(module)[name] for name in (SPEC, BLOCK) if name in vars(module)}
-        if state:
-            kind = Kind.NORM if SPEC in state else Kind.BLOCK
-            kept.append((module, kind, state))
+        attributes = {n: vars(module)[n] for n in (SPEC, BLOCK, GUARDED) if n in vars(module)}
+        if BLOCK in attributes:
+            learned.append((attributes[BLOCK], set(attributes[BLOCK].learned)))
+        kind = kind_of(module)
+        if attributes and kind is not None:
+            kept.append((module, kind, attributes))
     for module in model.modules():
         restore(module)
     try:
         yield bool(kept)
     finally:
-        for module, kind, state in kept:
+        for module, kind, attributes in kept:
             into_kind(module, kind)
-            vars(module).update(state)
+            vars(module).update(attributes)
+        for state, modes in learned:
+            state.learned = modes
 
 
 def _require_module(model: object) -> None:

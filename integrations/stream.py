@@ -14,16 +14,17 @@ the forward before. Whoever else reads the tensor finds nothing unusual about it
 
 What a block's own code may not be handed, `fusedops.integrations.screening` finds beforehand. On
 the first forward of a block it is noted which of its submodules are handed a stream; these get a
-tensor ever after, before their hooks see it.
+tensor ever after, before their hooks see it. Where others have been put in since, it is noted anew.
 """
 
 import dataclasses
 import gc
+import operator
 import sys
 import threading
 import types
 import weakref
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -54,7 +55,9 @@ __all__ = [
     "block_frames",
     "call_norm",
     "call_unhooked",
+    "holds_same",
     "keys_within",
+    "members",
     "run_block",
     "run_plain_norm",
     "watch_block",
@@ -89,6 +92,9 @@ Key = int | str | tuple[int]
 """Where a stream's base comes from: an argument's place or name, or the id of a norm."""
 
 
+Members = tuple[weakref.ref[nn.Module] | None, ...]
+
+
 class BlockState:
     """What is known about one patched block, and the counts of its adds.
 
@@ -96,6 +102,7 @@ class BlockState:
     """
 
     __slots__ = (
+        "__weakref__",
         "across",
         "argument_keys",
         "block_class",
@@ -106,6 +113,7 @@ class BlockState:
         "keys",
         "learned",
         "link",
+        "members",
         "missed",
         "min_elements",
         "misses",
@@ -130,6 +138,8 @@ class BlockState:
         self.sources: dict[Key, Key] = {}  # of a norm's result: where that norm's input came from
         self.learned: set[bool] = set()  # training modes in which a forward was watched
         self.handed: list[weakref.ref[nn.Module]] = []  # submodules handed streams, to look into
+        # Of modules in the block (None: the block) the children when it was watched, outer first.
+        self.members: tuple[tuple[weakref.ref[nn.Module] | None, Members], ...] = ()
         self.link: weakref.ref[nn.Module] | None = None  # the norm that reads the last sum
         # Modules around the block that are called for it alone: their hooks see its result too.
         self.outer: tuple[weakref.ref[nn.Module], ...] = ()
@@ -837,7 +847,7 @@ _closed = _Closed(nn.Identity)
 
 block_frames: set[Any] = set()  # the code in which a patched block's call begins
 
-Watch = Callable[[nn.Module], Callable[[], list[nn.Module]]]
+Watch = Callable[[nn.Module, BlockState], Callable[[], list[nn.Module]]]
 """Guards a block's submodules; what it returns says which of them were handed streams."""
 
 
@@ -849,6 +859,8 @@ def watch_block(
     It is seen which arguments become the base of an add that a norm reads, and which submodules
     are handed streams. See ``watch`` in `fusedops.integrations.classes`.
     """
+    if not holds_same(block, state):
+        state.learned.clear()  # in neither mode
     state.obstacle = instance_obstacle(block)
     if state.obstacle is not None:
         return forward(block, *args, **kwargs)
@@ -862,6 +874,24 @@ def watch_block(
     if state.calls > forwards:
         state.learned.add(block.training)
     return output
+
+
+def members(module: nn.Module) -> Members | None:
+    """The module's children, in order; None: it keeps them in a way of its own."""
+    children: Any = vars(module).get("_modules")
+    if type(children) not in (dict, OrderedDict):
+        return None
+    return tuple(None if child is None else weakref.ref(child) for child in children.values())
+
+
+def holds_same(block: nn.Module, state: BlockState) -> bool:
+    """Whether all those modules have the children that they had when the block was watched."""
+    for holder, known in state.members:
+        module = block if holder is None else holder()
+        found = None if module is None else members(module)
+        if found is None or len(found) != len(known) or not all(map(operator.is_, found, known)):
+            return False
+    return True
 
 
 def run_block(
@@ -907,7 +937,7 @@ def run_block(
         _drop_held()  # a hook has seen the block's input, and may have changed it unnoticed
     unwatch = None
     if watch is not None:
-        unwatch, outer, _slot.watched = watch(block), _slot.watched, call
+        unwatch, outer, _slot.watched = watch(block, state), _slot.watched, call
     try:
         output = _leave_block(block, call, forward(block, *args, **kwargs))
     except BaseException:

@@ -38,7 +38,7 @@ from transformers.utils import ModelOutput
 from fusedops import direct, dispatch
 from fusedops.integrations import classes, norms, patch, stream, unpatch
 from fusedops.integrations.classes import original_class
-from fusedops.integrations.patching import force_operators, suspended
+from fusedops.integrations.patching import force_operators, patched, suspended
 from fusedops.integrations.screening import stream_obstacle, writes_in_place
 from fusedops.integrations.stream import (
     BLOCK,
@@ -1766,27 +1766,120 @@ class Spy(nn.Identity):
 spied: list[type] = []
 
 
-@pytest.mark.parametrize("how", ["setattr", "add_module", "register_module"])
-def test_a_submodule_that_is_replaced_later_sees_no_stream(how: str) -> None:
-    model, x = Net(ShowsItsGate), rows()
+class ShowsMore(Block):
+    """Hands its hidden states to a submodule that stands in a container or in another one."""
+
+    where = "list"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = nn.ModuleList([nn.ModuleDict({"gate": nn.Identity()})])
+        self.inner = nn.Module()
+        self.inner.gates = nn.Sequential(nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(self.norm1(x))
+        held = self.list[0]["gate"] if self.where == "list" else self.inner.gates[0]
+        return x + self.mlp(self.norm2(x)) + 0 * held(x)
+
+
+def put(block: nn.Module, path: str, how: str, module: nn.Module) -> None:
+    holder, _, name = path.rpartition(".")
+    parent = block.get_submodule(holder)
+    if how == "setattr":
+        setattr(parent, name, module)
+    elif how == "_modules":
+        parent._modules[name] = module
+    elif how == "list":
+        index = int(holder.rpartition(".")[2])
+        block.list[index] = nn.ModuleDict({name: module})
+    else:
+        getattr(parent, how)(name, module)
+
+
+@pytest.mark.parametrize(
+    ("block", "path", "how"),
+    [
+        (ShowsItsGate, "gate", "setattr"),
+        (ShowsItsGate, "gate", "add_module"),
+        (ShowsItsGate, "gate", "register_module"),
+        (ShowsItsGate, "gate", "_modules"),
+        (ShowsMore, "list.0.gate", "add_module"),
+        (ShowsMore, "list.0.gate", "_modules"),
+        (ShowsMore, "list.0.gate", "list"),
+        (ShowsMore, "inner.gates.0", "setattr"),
+        (ShowsMore, "inner.gates.0", "_modules"),
+    ],
+)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_submodule_that_is_replaced_later_sees_no_stream(
+    block: type[Block], path: str, how: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ShowsMore, "where", path.partition(".")[0])
+    model, x = Net(block).train(training), rows()
     with torch.no_grad():
         expected = model(x)
         patch(model, fuse_residual="always")
         for _ in range(3):
             model(x)
+            model.train(not training)(x)  # both have been seen
+            model.train(training)
         for layer in model.layers:
-            if how == "setattr":
-                layer.gate = Spy()
-            else:
-                getattr(layer, how)("gate", Spy())
+            put(layer, path, how, Spy())
         spied.clear()
         for _ in range(3):
             found, _, fused = counts(model, x)
             assert torch.allclose(found, expected, atol=1e-5)
+        assert fused == 6
+        model.train(not training)(x)
+    assert spied == [Tensor] * 12
+    assert unpatch(model) == 7
+    assert all(type(layer.get_submodule(path)) is Spy for layer in model.layers)
+
+
+def test_a_change_elsewhere_in_a_block_costs_no_second_look() -> None:
+    """Only where the block's own code could call what was put in is the block watched anew."""
+    model, x = Net(ShowsItsGate), rows()
+    with torch.no_grad():
+        patch(model, fuse_residual="always")
+        for _ in range(3):
+            model(x)
+        layer = model.layers[0]
+        state = vars(layer)[BLOCK]
+        known = state.members
+        assert len(known) == 1 and known[0][0] is None
+        layer.mlp.extra = nn.Identity()
+        model(x)
+        assert state.members is known and state.learned == {True}
+
+
+@pytest.mark.parametrize("how", ["unpatch", "patched", "suspended"])
+def test_a_guard_that_was_taken_off_comes_back(how: str) -> None:
+    """What is handed streams must not lose its guard while the block around it is patched."""
+    model, x = Net(ShowsItsGate), rows()
+    for layer in model.layers:
+        layer.gate = Spy()
+    with torch.no_grad():
+        patch(model, fuse_residual="always")
+        for _ in range(3):
+            model(x)
+        if how == "unpatch":
+            for layer in model.layers:
+                assert unpatch(layer.gate) == 0
+        elif how == "patched":
+            with patched(model, fuse_residual="always"):
+                model(x)
+        else:
+            learned = [vars(layer)[BLOCK].calls for layer in model.layers]
+            with suspended(model):
+                assert all(type(layer.gate) is Spy for layer in model.layers)
+            assert [vars(layer)[BLOCK].calls for layer in model.layers] == learned
+            assert all(vars(layer)[BLOCK].learned for layer in model.layers)  # no second look
+        spied.clear()
+        for _ in range(3):
+            _, _, fused = counts(model, x)
     assert spied == [Tensor] * 9
     assert fused == 6
-    assert unpatch(model) == 7
-    assert all(type(layer.gate) is Spy for layer in model.layers)
 
 
 def test_exception_in_the_middle_of_a_block_leaves_nothing() -> None:
