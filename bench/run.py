@@ -168,17 +168,21 @@ class GpuTimer:
             for many, _ in graphs.values():
                 many.replay()
             torch.cuda.synchronize()
-        for turn in range(self.repeats + 1):  # the first is for warming up
-            for name, (many, one) in graphs.items():
-                try:
-                    back_to_back = self.replay(many, flushed=False) / len(contestants[name])
-                    flushed = self.replay(one, True) if turn <= self.flushed_repeats else None
-                except Exception as error:  # the GPU's own: nothing after it means anything
-                    return {name: error}
-                if turn:
-                    taken[name][0].append(back_to_back)
-                if turn and flushed is not None:
-                    taken[name][1].append(flushed)
+        names = [*graphs]
+        # All of one kind first: a replay after another contestant's flush would find L2 cold.
+        for kind, repeats in enumerate((self.repeats, self.flushed_repeats)):
+            for turn in range(repeats + 1 if names else 0):  # the first is for warming up
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                    many, one = graphs[name]
+                    try:
+                        if kind == 0:
+                            time_us = self.replay(many, flushed=False) / len(contestants[name])
+                        else:
+                            time_us = self.replay(one, flushed=True)
+                    except Exception as error:  # the GPU's own: nothing after it means anything
+                        return {name: error}
+                    if turn:
+                        taken[name][kind].append(time_us)
         return failed | {n: tuple(map(statistics.median, both)) for n, both in taken.items()}
 
     def copy_bandwidth(self, elements=2**27):

@@ -392,6 +392,26 @@ def test_no_gpu_is_one_sentence(bench: Any, script: str, monkeypatch: pytest.Mon
         getattr(bench, script).main()
 
 
+def test_no_contestant_is_timed_after_a_flush(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of the contestants was, in half of its turns, and its median was a cold one."""
+    flushes, before = [], [True]
+
+    def replay(graph: str, flushed: bool) -> float:
+        cold, before[0] = before[0] or flushed, flushed
+        flushes.append(flushed)
+        return 160.0 if cold else 16.0
+
+    timer = object.__new__(bench.run.GpuTimer)
+    timer.repeats, timer.flushed_repeats, timer.settle = 15, 7, 0.0
+    timer.capture, timer.replay = len, replay
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = [lambda: None] * 16
+    found = timer.times({"fusedops": calls, "torch": calls, "liger": calls[:1]})
+    assert found == {"fusedops": (1.0, 160.0), "torch": (1.0, 160.0), "liger": (16.0, 160.0)}
+    assert flushes == [False] * 48 + [True] * 24
+    assert timer.times({}) == {}
+
+
 @pytest.mark.gpu
 def test_times_on_a_gpu(bench: Any, options: Any) -> None:
     stream = torch.cuda.current_stream()
