@@ -137,7 +137,10 @@ def write(path, content):
 
 
 def merge(contents):
-    """One content of several; of rows of one case and contestant the last counts."""
+    """One content of several; of rows of one case and contestant the last counts.
+
+    Runs of which nothing is left are dropped.
+    """
     benchmarks = {content["benchmark"] for content in contents}
     gpus = {run["gpu"] for content in contents for run in content["runs"]}
     if benchmarks != {"norms"} or len(gpus) != 1:
@@ -147,7 +150,9 @@ def merge(contents):
         for line in content["rows"]:
             rows[identity(line)] = {**line, "run": line["run"] + len(runs)}
         runs += content["runs"]
-    return {"benchmark": "norms", "runs": runs, "rows": rank(list(rows.values()))}
+    left = sorted({line["run"] for line in rows.values()})
+    numbered = [{**line, "run": left.index(line["run"])} for line in rows.values()]
+    return {"benchmark": "norms", "runs": [runs[i] for i in left], "rows": rank(numbered)}
 
 
 def default_path(gpu, kind):

@@ -245,6 +245,9 @@ def test_merge_keeps_the_last_of_a_case_and_ranks_anew(bench: Any, tmp_path: Pat
         ("fusedops", 1024): (0.9, 1.0, 0),
         ("liger", 4096): (0.48, 0.5, 1),
     }
+    again = bench.record.merge([merged, content_of({"fusedops": {NARROW: 0.8}})])
+    assert [line["run"] for line in again["rows"]] == [0, 1, 0]  # nothing of the first is left
+    assert again["runs"] == [second["runs"][0]] * 2
     with pytest.raises(ValueError, match="one GPU"):
         bench.record.merge([first, content_of({}, gpu="other")])
 

@@ -174,7 +174,7 @@ def test_a_whole_comparison(device: str, path: str, monkeypatch: pytest.MonkeyPa
     ]  # fmt: skip
     for name, calls in {"unpatched": 0, "norms": 3, "fused": 3}.items():
         rows = only(report, name)
-        assert [row.title for row in rows] == titles
+        assert [row.title for row in rows] == titles, report
         assert [row.fused_calls for row in rows] == [calls] * 5
         assert {row.path for row in rows} == {path if calls else "none"}
         assert all(row.median_ms >= row.min_ms > 0 for row in rows)
