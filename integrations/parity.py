@@ -8,8 +8,9 @@ drift by depth, because hooks keep adds from being fused across blocks.
 """
 
 import copy
+import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,13 +27,17 @@ from fusedops.integrations.parity_report import (
     Continuation,
     Difference,
     GradientDrift,
+    Histogram,
+    OutputSpread,
     ParityReport,
+    Scatter,
 )
 from fusedops.integrations.report import PatchReport
 
 __all__ = ["check_parity", "main_output"]
 
 _CHUNK = 2**22  # elements compared at a time: fp64 copies of whole logits would not fit
+_HISTOGRAM_BINS, _SCATTER_BINS = 61, 48  # an odd number has zero in the middle of a bin
 _LOSS_SCALE = 64.0  # keeps fp16 gradients out of the subnormal numbers
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -240,6 +245,11 @@ def _compare(
     def against(a: _Run, b: _Run) -> Difference:
         return _difference(a.output, b.output, kept, distributions=is_logits)
 
+    differences = {
+        "patched": against(unpatched, patched),
+        "unpatched_to_fp32": against(truth, unpatched) if truth else None,
+        "patched_to_fp32": against(truth, patched) if truth else None,
+    }
     report = ParityReport(
         model=type(model).__name__,
         dtype="+".join(sorted(str(d).removeprefix("torch.") for d in subject.dtypes)),
@@ -251,15 +261,14 @@ def _compare(
         eps=_eps(subject, output),
         calls=calls,
         mismatch=_mismatch(output, patched.output),
-        patched=against(unpatched, patched),
-        unpatched_to_fp32=against(truth, unpatched) if truth else None,
-        patched_to_fp32=against(truth, patched) if truth else None,
+        **differences,  # type: ignore[arg-type]
         blocks=_block_drift(subject, unpatched, patched, truth),
         continuation=_continuation(tokens, unpatched_scores, patched_scores),
         gradients=_gradient_drift(unpatched, patched, truth) if subject.backward else None,
         notes=notes,
         no_calls_reason=None if calls else obstacle,
         patch=patch_report,
+        spread=_output_spread(unpatched, patched, truth, kept, differences),
     )
     on_step("done", total, total)
     return report
@@ -505,6 +514,16 @@ def _equal_bits(a: Tensor, b: Tensor) -> Tensor:
     return a.contiguous().view(bits) == b.contiguous().view(bits)
 
 
+def _parts(tensors: Sequence[Tensor], kept: Tensor | None) -> Iterator[list[Tensor]]:
+    """The kept rows of tensors of one shape, some at a time, on the device of the first."""
+    flat = [t.reshape(-1, t.shape[-1]) for t in tensors]
+    if kept is not None:
+        flat = [t[kept.flatten()] for t in flat]
+    rows, columns = flat[0].shape
+    for start in range(0, rows, step := max(1, _CHUNK // max(columns, 1))):
+        yield [t[start : start + step].to(flat[0].device) for t in flat]
+
+
 def _difference(
     reference: Tensor, other: Tensor, kept: Tensor | None, *, distributions: bool = False
 ) -> Difference:
@@ -512,15 +531,11 @@ def _difference(
     nan = float("nan")
     if reference.shape != other.shape:
         return Difference(nan, nan, nan, 0.0)
-    reference, other = (t.reshape(-1, t.shape[-1]) for t in (reference, other))
-    if kept is not None:
-        kept = kept.flatten()
-        reference, other = reference[kept], other[kept]
-    rows, columns = reference.shape
     largest = torch.zeros((), dtype=torch.float64)
     absolute = squares = equal = divergence = worst = first = 0.0
-    for start in range(0, rows, step := max(1, _CHUNK // max(columns, 1))):
-        a, b = reference[start : start + step], other[start : start + step].to(reference.device)
+    rows = 0
+    for a, b in _parts([reference, other], kept):
+        rows += len(a)
         equal += int(_equal_bits(a, b).sum())
         a, b = _wide(a), _wide(b)
         # equal infinities differ by nothing, not by NaN
@@ -535,7 +550,7 @@ def _difference(
             divergence += float(kl.sum())
             worst = max(worst, float(kl.max()))
             first += int((a.argmax(-1) == b.argmax(-1)).sum())
-    count = max(rows * columns, 1)
+    count = max(rows * reference.shape[-1], 1)
     return Difference(
         max=float(largest),
         mean=absolute / count,
@@ -547,10 +562,82 @@ def _difference(
     )
 
 
+def _output_spread(
+    unpatched: _Run,
+    patched: _Run,
+    truth: _Run | None,
+    kept: Tensor | None,
+    differences: Mapping[str, Difference | None],
+) -> OutputSpread | None:
+    """The histograms of the outputs, or None if there are none that can be binned."""
+    if unpatched.output.shape != patched.output.shape:
+        return None
+    scatter = _scatter(unpatched.output, patched.output, kept)
+    if scatter is None:
+        return None
+    sizes = [difference.rms for difference in differences.values() if difference is not None]
+    reach = 4 * max(sizes)
+    pairs = {"patched": (unpatched, patched)}
+    if truth is not None:
+        pairs |= {"unpatched_to_fp32": (truth, unpatched), "patched_to_fp32": (truth, patched)}
+    if not (reach > 0 and all(map(math.isfinite, sizes))):
+        return OutputSpread(scatter)
+    return OutputSpread(
+        scatter,
+        **{name: _histogram(a.output, b.output, kept, reach) for name, (a, b) in pairs.items()},
+    )
+
+
+def _scatter(unpatched: Tensor, patched: Tensor, kept: Tensor | None) -> Scatter | None:
+    low, high = math.inf, -math.inf
+    for part in _parts([unpatched, patched], kept):
+        for values in _ordinary(*part):
+            if values.numel():
+                low, high = min(low, float(values.min())), max(high, float(values.max()))
+    if not math.isfinite(low):
+        return None
+    if low == high:
+        low, high = low - 1 - abs(low), high + 1 + abs(high)
+    bins = _SCATTER_BINS
+    counts = torch.zeros(bins * bins, dtype=torch.int64)
+    for part in _parts([unpatched, patched], kept):
+        columns, rows = (_bin(values, low, high, bins) for values in _ordinary(*part))
+        counts += torch.bincount(columns * bins + rows, minlength=bins * bins).cpu()
+    cells = [
+        [cell // bins, cell % bins, int(counts[cell])] for cell in counts.nonzero()[:, 0].tolist()
+    ]
+    return Scatter(low, high, bins, cells)
+
+
+def _histogram(reference: Tensor, other: Tensor, kept: Tensor | None, reach: float) -> Histogram:
+    counts = torch.zeros(_HISTOGRAM_BINS, dtype=torch.int64)
+    for part in _parts([reference, other], kept):
+        a, b = _ordinary(*part)
+        index = _bin(b - a, -reach, reach, _HISTOGRAM_BINS)
+        counts += torch.bincount(index, minlength=_HISTOGRAM_BINS).cpu()
+    return Histogram(-reach, reach, counts.tolist())
+
+
+def _ordinary(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """In fp64 the pairs of values that are finite in both and mask no token out."""
+    used = (a.abs() <= _mask_limit(a.dtype)) & (b.abs() <= _mask_limit(b.dtype))
+    return _wide(a[used]), _wide(b[used])
+
+
+def _bin(values: Tensor, low: float, high: float, bins: int) -> Tensor:
+    place = (values - low) * (bins / (high - low))
+    return place.floor().clamp(0, bins - 1).long()
+
+
+def _mask_limit(dtype: torch.dtype) -> float:
+    """Values beyond it, near the dtype's own limit, are there to mask tokens out."""
+    return torch.finfo(dtype).max / 2
+
+
 def _largest(output: Tensor, kept: Tensor | None) -> float:
-    """The largest |output|; values near the dtype's limit mask tokens out and do not count."""
+    """The largest |output| of those that mask no token out."""
     values = output if kept is None else output[kept]
-    masked = values.abs() > torch.finfo(values.dtype).max / 2
+    masked = values.abs() > _mask_limit(values.dtype)
     values = values.masked_fill(masked | values.isnan(), 0.0)
     return float(values.abs().max()) if values.numel() else 0.0
 

@@ -19,11 +19,11 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from fusedops.integrations.report import PatchReport, plain_table
 
@@ -37,7 +37,10 @@ __all__ = [
     "Continuation",
     "Difference",
     "GradientDrift",
+    "Histogram",
+    "OutputSpread",
     "ParityReport",
+    "Scatter",
     "image_format",
     "ratio",
     "write_atomically",
@@ -53,6 +56,8 @@ FP32_GRADIENT_MULTIPLE = 1024
 PARAMETER_RATIO_LIMIT = 1.25
 
 _SHOWN_ROWS = 12
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,43 @@ class GradientDrift:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """How many values are in each of equal bins from ``low`` to ``high``; the outermost two also
+    hold those beyond."""
+
+    low: float
+    high: float
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """How many outputs have which pair of values in the two models.
+
+    ``cells`` holds [unpatched, patched, count]: the first two number the ``bins`` equal bins from
+    ``low`` to ``high``. Cells that are not listed are empty.
+    """
+
+    low: float
+    high: float
+    bins: int
+    cells: list[list[int]]
+
+
+@dataclass(frozen=True)
+class OutputSpread:
+    """Where the outputs lie, and their differences: patched from unpatched, each from fp32.
+
+    The differences share one scale; None where there was no fp32 run, and where all are zero.
+    """
+
+    scatter: Scatter
+    patched: Histogram | None = None
+    unpatched_to_fp32: Histogram | None = None
+    patched_to_fp32: Histogram | None = None
+
+
+@dataclass(frozen=True)
 class ParityReport:
     """The result of `check_parity`.
 
@@ -151,6 +193,8 @@ class ParityReport:
     patch: PatchReport | None = None
     """What was patched for the comparison, with the residual adds of one forward; None for a
     model that came patched."""
+    spread: OutputSpread | None = None
+    """Histograms of the outputs; None where shapes differ or no output is finite."""
 
     @property
     def fused_calls(self) -> int:
@@ -193,8 +237,12 @@ class ParityReport:
     @property
     def verdict(self) -> str:
         """The outcome with its reasons, in one line."""
-        reasons = self._doubts() or self._failures() or [self._reason()]
-        return f"parity {self.outcome}: " + "; ".join(reasons)
+        return f"parity {self.outcome}: " + "; ".join(self.reasons)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the outcome is what it is: all doubts, or all failures, or what it holds by."""
+        return self._doubts() or self._failures() or [self._reason()]
 
     def _doubts(self) -> list[str]:
         """Why the numbers prove nothing."""
@@ -418,6 +466,38 @@ class ParityReport:
         plain: dict[str, Any] = _plain(derived | found)
         return plain
 
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> "ParityReport":
+        """The inverse of `to_dict`; what follows from the rest is worked out anew."""
+
+        def one(kind: type[Any], name: str) -> Any:
+            value = found.get(name)
+            return None if value is None else _revived(kind, value)
+
+        def several(kind: type[Any], name: str) -> Any:
+            value = found.get(name)
+            return None if value is None else [_revived(kind, item) for item in value]
+
+        spread, patch = found.get("spread"), found.get("patch")
+        if spread is not None:
+            histograms = {
+                name: _revived(Histogram, part)
+                for name, part in spread.items()
+                if name != "scatter" and part is not None
+            }
+            spread = OutputSpread(_revived(Scatter, spread["scatter"]), **histograms)
+        made = {
+            "patched": one(Difference, "patched"),
+            "unpatched_to_fp32": one(Difference, "unpatched_to_fp32"),
+            "patched_to_fp32": one(Difference, "patched_to_fp32"),
+            "blocks": several(BlockDrift, "blocks"),
+            "continuation": one(Continuation, "continuation"),
+            "gradients": several(GradientDrift, "gradients"),
+            "patch": None if patch is None else PatchReport.from_dict(patch),
+            "spread": spread,
+        }
+        return _revived(cls, {**found, **made})
+
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` to ``path``; the file is replaced whole or not at all."""
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
@@ -548,6 +628,17 @@ def _spread(rows: Sequence[BlockDrift], count: int) -> list[BlockDrift]:
     if len(rows) <= count:
         return list(rows)
     return [rows[round(i * (len(rows) - 1) / (count - 1))] for i in range(count)]
+
+
+def _revived(kind: type[_Made], found: Mapping[str, Any]) -> _Made:
+    """The dataclass that ``found`` describes, with numbers where `_plain` made them strings."""
+    values = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name in found:
+            value = found[field.name]
+            is_number = field.type in (float, float | None) and value is not None
+            values[field.name] = float(value) if is_number else value
+    return kind(**values)
 
 
 def _plain(value: Any) -> Any:

@@ -101,10 +101,14 @@ class PatchReport:
     model: str
     norms: tuple[NormRow, ...]
     blocks: tuple[BlockState, ...] = field(default=(), repr=False)
+    counted: tuple[FusedRow, ...] = field(default=(), repr=False)
+    """What ``fused`` is in a report that was read from JSON, which has no blocks to ask."""
 
     @property
     def fused(self) -> tuple[FusedRow, ...]:
         """A row for each class of block: adds fused inside, across, and done plainly."""
+        if not self.blocks:
+            return self.counted
         by_class: dict[type, list[BlockState]] = {}
         for state in self.blocks:
             by_class.setdefault(state.block_class, []).append(state)
@@ -150,6 +154,15 @@ class PatchReport:
             "fused": [asdict(row) for row in self.fused],
         }
 
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> "PatchReport":
+        """The inverse of `to_dict`, with the counts of that time."""
+        return cls(
+            found["model"],
+            tuple(NormRow(**row | {"dtypes": tuple(row["dtypes"])}) for row in found["norms"]),
+            counted=tuple(FusedRow(**row) for row in found["fused"]),
+        )
+
     def __str__(self) -> str:
         counts: Counter[tuple[str, str]] = Counter()  # rows that differ in dtypes alone become one
         for row in self.norms:
@@ -157,11 +170,11 @@ class PatchReport:
         rows = [[norm_class, count, now] for (norm_class, now), count in counts.items()]
         title = f"{self.model}: {self.patched} norms patched, {self.left_alone} left alone"
         text = title + "\n" + plain_table(["norm class", "count", "now"], rows)
-        if self.blocks:
+        if fused := self.fused:
             headers = ["block class", "blocks", "fused inside", "across", "plain", "why plain"]
             adds = [
                 [row.block_class, row.blocks, row.inside, row.across, row.plain, row.why]
-                for row in self.fused
+                for row in fused
             ]
             text += "\n\nresidual adds so far\n" + plain_table(headers, adds)
         return text

@@ -175,6 +175,62 @@ def test_numbers_are_those_of_the_definition(change_y: ChangeY) -> None:
 
 
 @pytest.mark.usefixtures("reference_path")
+def test_histograms_hold_every_kept_output(change_y: ChangeY) -> None:
+    x = torch.randn(4, 20, 8)
+    model = NormLogits()
+    plain = model(x).logits
+    delta = torch.zeros(4, 20, 8)
+    delta[1], delta[2, 0, 0] = -0.25, 2.0  # the latter beyond four times the rms
+    change_y("rms", lambda y, weight: y + delta)
+    report = check_parity(model, x)
+    spread = report.spread
+    assert spread is not None
+    assert spread.patched is not None
+    assert spread.patched.high == -spread.patched.low == pytest.approx(4 * report.patched.rms)
+    assert sum(spread.patched.counts) == 640
+    assert spread.patched.counts[30] == 640 - 161
+    assert spread.patched.counts[-1] == 1
+    bins, low, high = spread.scatter.bins, spread.scatter.low, spread.scatter.high
+    assert sum(count for _, _, count in spread.scatter.cells) == 640
+    assert low <= plain.min().item() < plain.max().item() <= high
+    columns = [column for column, _, count in spread.scatter.cells for _ in range(count)]
+    width = (high - low) / bins
+    expected = ((plain.flatten().double() - low) / width).floor().clamp(0, bins - 1).long()
+    assert sorted(columns) == sorted(expected.tolist())
+    assert any(column != row for column, row, _ in spread.scatter.cells)
+
+
+@pytest.mark.usefixtures("reference_path")
+def test_no_histogram_of_what_is_not_finite(change_y: ChangeY) -> None:
+    equal = check_parity(NormLogits(), torch.randn(4, 20, 8)).spread
+    assert equal is not None
+    assert equal.patched is None
+    assert all(column == row for column, row, _ in equal.scatter.cells)
+    change_y("rms", lambda y, weight: y.index_fill(-1, torch.tensor([0]), torch.nan))
+    some = check_parity(NormLogits(), torch.randn(4, 20, 8)).spread
+    assert some is not None
+    assert some.patched is None
+    assert sum(count for _, _, count in some.scatter.cells) == 640 - 80
+    change_y("rms", lambda y, weight: y * torch.nan)
+    assert check_parity(NormLogits(), torch.randn(4, 20, 8)).spread is None
+
+
+@pytest.mark.usefixtures("reference_path")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_report_from_json(llama: Model, ids: Tensor, dtype: torch.dtype) -> None:
+    report = check_parity(llama(dtype), ids, backward=True, continuation=2)
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    revived = ParityReport.from_dict(found)
+    assert revived.to_dict() == report.to_dict()
+    assert str(revived) == str(report)
+    assert str(revived.patch) == str(report.patch)
+    broken = replace(report, patched=replace(report.patched, max=math.nan), largest=math.inf)
+    revived = ParityReport.from_dict(json.loads(json.dumps(broken.to_dict(), allow_nan=False)))
+    assert math.isnan(revived.patched.max)
+    assert revived.largest == math.inf
+
+
+@pytest.mark.usefixtures("reference_path")
 def test_chunks_do_not_change_the_numbers(
     llama: Model, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +239,8 @@ def test_chunks_do_not_change_the_numbers(
     parts = check_parity(llama(torch.bfloat16), ids, continuation=0).to_dict()
     for name in ("patched", "unpatched_to_fp32", "patched_to_fp32"):
         assert parts[name] == pytest.approx(whole[name], rel=1e-9)
+        assert parts["spread"][name]["counts"] == whole["spread"][name]["counts"]
+    assert parts["spread"]["scatter"] == whole["spread"]["scatter"]
 
 
 @pytest.mark.usefixtures("reference_path")
