@@ -91,6 +91,7 @@ def _receive(report: TimingReport, message: dict[str, Any], on_step: Step | None
     for row in there.rows:
         if row.contestant == "liger":
             report.rows.append(replace(row, own_process=True))
+    report.profile += [part for part in there.profile if part.contestant == "liger"]
     for note in there.notes:
         report.note(note)
     if on_step is not None:
@@ -136,10 +137,11 @@ def main(request: dict[str, Any]) -> None:
 
 
 def _send(report: TimingReport, what: str, done: int, total: int) -> None:
-    """Print a step and the rows and notes since the one before, which ``report`` then forgets."""
+    """Print a step and what ``report`` got since the one before, which it then forgets."""
     message = {"step": [what, done, total], "report": report.to_dict()}
     print(_MARK + json.dumps(message), flush=True)
     report.rows.clear()
+    report.profile.clear()
     report.notes.clear()
 
 

@@ -20,6 +20,7 @@ import gc
 import inspect
 import operator
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,10 +36,11 @@ from fusedops.environment import one_line
 from fusedops.integrations.loading import vocabulary
 from fusedops.integrations.parity import main_output
 from fusedops.integrations.patching import patch, unpatch
-from fusedops.integrations.timing_report import Case, TimingReport, TimingRow
+from fusedops.integrations.timing_report import Case, KernelTime, TimingReport, TimingRow
 
 __all__ = [
     "CONTEXT",
+    "KINDS",
     "MEASURES",
     "VARIANTS",
     "CaseTimes",
@@ -46,7 +48,8 @@ __all__ = [
     "Plan",
     "Work",
     "add_timings",
-    "kernels",
+    "kernel_times",
+    "kind_of",
     "peak_memory",
     "round_ratio",
     "shared_copy",
@@ -63,6 +66,24 @@ MEASURES = ("decode", "prefill", "train")
 CONTEXT = 128  # tokens in the cache when a step of decoding begins
 WARM_UP = 3  # calls before any that counts: kernels compile, and patched blocks learn
 MIN_ROUNDS = 3
+
+COPIES = "copy or fill"
+OTHER = "other"
+KINDS = (
+    (COPIES, r"^Mem(cpy|set)"),
+    ("norm", r"(?i)(layer|rms|batch|group)_?norm|norm_(forward|backward)_|GammaBeta|RowwiseMoments"
+             r"|weight_gradient_kernel|reduce_partials_kernel|rsqrt|MeanOps"),
+    ("attention", r"(?i)flash|fmha|sdpa|attention|^(?!.*LogSoftMax).*softmax"),
+    ("matmul", r"(?i)gemm|gemv|nvjet|cutlass|cublas|splitKreduce|xmma|Cijk_|matmul|dot_kernel"),
+    ("add", r"CUDAFunctor_add|triton_poi_fused_add_\d"),
+    ("elementwise", r"(?i)elementwise|triton_poi"),
+    (OTHER, r""),
+)  # fmt: skip
+"""Kinds of GPU kernels and what their names hold, the first that fits counts.
+
+A norm that is written out in torch's operations is several kernels: mean and root count as norm,
+the square, the products and the casts as elementwise.
+"""
 
 Step = Callable[[str, int, int], None]
 
@@ -147,8 +168,17 @@ def wall(work: Work) -> float:
     return elapsed
 
 
-def kernels(work: Work) -> int | None:
-    """How many GPU kernels one call launches, copies and fills apart; None without CUDA."""
+def kind_of(kernel: str) -> str:
+    """Which of `KINDS` a GPU kernel of this name is.
+
+    >>> kind_of("norm_forward_kernel")
+    'norm'
+    """
+    return next(kind for kind, pattern in KINDS if re.search(pattern, kernel))
+
+
+def kernel_times(work: Work) -> dict[str, tuple[int, float]] | None:
+    """The GPU kernels of one call, {kind: (number, milliseconds)}; None without CUDA."""
     if not work.cuda:
         return None
     work.before()
@@ -159,8 +189,13 @@ def kernels(work: Work) -> int | None:
         work.run()
         work.synchronize()
     work.after()
-    events = [e for e in profile.events() if e.device_type.name == "CUDA"]
-    return sum("Memcpy" not in e.name and "Memset" not in e.name for e in events)
+    found: dict[str, tuple[int, float]] = {}
+    for event in profile.events():
+        if event.device_type.name == "CUDA":
+            kind = kind_of(event.name)
+            number, spent = found.get(kind, (0, 0.0))
+            found[kind] = number + 1, spent + event.time_range.elapsed_us() / 1e3
+    return found
 
 
 def peak_memory(work: Work) -> int | None:
@@ -373,12 +408,14 @@ def _positions(model: nn.Module, otherwise: int) -> int:
 class CaseTimes:
     """Of one case, by contestant; ``failed`` are those that could not run, and why.
 
-    ``times`` in milliseconds, one a round; ``kernels`` of a call; ``peaks`` in bytes; ``calls`` of
-    fusedops' operators in one call by (operator, path).
+    ``times`` in milliseconds, one a round; ``kernels`` of a call, copies and fills apart;
+    ``profiles`` as `kernel_times` gives them; ``peaks`` in bytes; ``calls`` of fusedops' operators
+    in one call by (operator, path).
     """
 
     times: dict[str, list[float]] = field(default_factory=dict)
     kernels: dict[str, int | None] = field(default_factory=dict)
+    profiles: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
     peaks: dict[str, int | None] = field(default_factory=dict)
     calls: dict[str, dict[tuple[str, str], int]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -409,7 +446,7 @@ def time_case(
                     wall(work)
                 with dispatch.count_calls() as counted:
                     wall(work)
-                found.kernels[name] = kernels(work)
+                launched = kernel_times(work)
                 found.peaks[name] = None if case.measure == "decode" else peak_memory(work)
             except Exception as error:
                 if name == base:
@@ -417,6 +454,11 @@ def time_case(
                 found.failed[name] = _reason(error)
                 continue
             found.calls[name] = dict(counted)
+            found.profiles[name] = launched or {}
+            found.kernels[name] = None
+            if launched is not None:
+                counts = (number for kind, (number, _) in launched.items() if kind != COPIES)
+                found.kernels[name] = sum(counts)
             works[name] = work
         on_turns()
         found.times.update(take_turns(works, seconds))
@@ -545,6 +587,11 @@ def add_timings(
             for name, reason in found.failed.items():
                 report.note(f"{case.title}: {name} left out: {reason}")
             report.rows += _rows(case, found)
+            report.profile += [
+                KernelTime(case.measure, case.sequences, case.tokens, name, kind, number, spent)
+                for name in found.times
+                for kind, (number, spent) in found.profiles[name].items()
+            ]
         on_step("done", total, total)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from fusedops.integrations.report import plain_table
 
-__all__ = ["Case", "TimingReport", "TimingRow"]
+__all__ = ["LABELS", "Case", "KernelTime", "TimingReport", "TimingRow"]
 
-_LABELS = {
+LABELS = {
     "unpatched": "unpatched",
     "norms": "norms only",
     "fused": "full fusion",
@@ -73,6 +73,19 @@ class TimingRow(Case):
         return self.sequences * self.tokens / self.median_ms * 1e3
 
 
+@dataclass(frozen=True)
+class KernelTime(Case):
+    """The GPU kernels of one kind in one call of one contestant: how many, and their time together.
+
+    The kinds are those of `fusedops.integrations.timing.KINDS`.
+    """
+
+    contestant: str
+    kind: str
+    kernels: int
+    gpu_ms: float
+
+
 _COLUMNS: tuple[tuple[str, Callable[[TimingRow], str | None]], ...] = (
     ("ms", lambda row: f"{row.median_ms:.3f}"),
     ("min ms", lambda row: f"{row.min_ms:.3f}"),
@@ -94,7 +107,8 @@ _GPU_LEGEND = "kernels: on the GPU, in one call; GiB: the most memory allocated 
 class TimingReport:
     """The rows of a timing, filled as they are measured. Printing it gives a table.
 
-    ``notes`` say what was left out and why; ``interrupted`` that it was ended early.
+    ``profile`` is what torch's profiler saw of one call of each contestant, on CUDA only. ``notes``
+    say what was left out and why; ``interrupted`` that it was ended early.
     """
 
     model: str
@@ -104,6 +118,7 @@ class TimingReport:
     rows: list[TimingRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
+    profile: list[KernelTime] = field(default_factory=list)
 
     def note(self, text: str) -> None:
         """Add a note, once."""
@@ -122,7 +137,8 @@ class TimingReport:
             TimingRow(**{key: value for key, value in row.items() if key != "tokens_per_second"})
             for row in found["rows"]
         ]
-        return cls(**found | {"rows": rows})
+        profile = [KernelTime(**row) for row in found["profile"]]
+        return cls(**found | {"rows": rows, "profile": profile})
 
     def __str__(self) -> str:
         table = plain_table(*self._table()) if self.rows else "nothing was measured"
@@ -157,7 +173,7 @@ class TimingReport:
         for row in self.rows:
             if row.own_process:
                 remarks.append(
-                    f"{row.title}: {_LABELS[row.contestant]} ran in a process of its own, where "
+                    f"{row.title}: {LABELS[row.contestant]} ran in a process of its own, where "
                     f"the unpatched model took {row.unpatched_ms:.3f} ms; speed is against that"
                 )
         remarks += [f"note: {note}" for note in self.notes]
@@ -173,7 +189,7 @@ class TimingReport:
         first: list[str] = []
         lines: list[TimingRow | None] = []
         for title, group in groups.items():
-            first += [title, *(f"  {_LABELS.get(r.contestant, r.contestant)}" for r in group)]
+            first += [title, *(f"  {LABELS.get(r.contestant, r.contestant)}" for r in group)]
             lines += [None, *group]
         columns = {"": first}
         for header, cell in _COLUMNS:

@@ -9,8 +9,10 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ import fusedops
 from fusedops import dispatch
 from fusedops.integrations import liger, load, patching, timing
 from fusedops.integrations.timing import Plan, Work
-from fusedops.integrations.timing_report import Case, TimingReport, TimingRow
+from fusedops.integrations.timing_report import Case, KernelTime, TimingReport, TimingRow
 
 FAST = Plan(decode_batches=[2], sequences=2, tokens=8, seconds=0.0)
 POPEN = subprocess.Popen
@@ -181,6 +183,11 @@ def test_a_whole_comparison(device: str, path: str, monkeypatch: pytest.MonkeyPa
         on_gpu = device == "cuda"
         assert all((row.kernels is not None) == on_gpu for row in rows)
         assert [row.peak_memory is not None for row in rows] == [False, *[on_gpu] * 4]
+        for row in rows:
+            own = [p for p in report.profile if (p.title, p.contestant) == (row.title, name)]
+            counted = sum(part.kernels for part in own if part.kind != timing.COPIES)
+            assert counted == (row.kernels or 0)
+            assert {"norm", "matmul"} <= {part.kind for part in own} or not on_gpu
     assert [done for _, done, _ in steps] == list(range(11))
     assert {total for _, _, total in steps} == {10}
     assert ("these times say nothing about a GPU" in str(report)) == (path == "interpreter")
@@ -271,6 +278,57 @@ def test_no_training_of_a_frozen_model_and_no_more_tokens_than_positions() -> No
     report = timing.time_model(model, Plan(measures=["prefill", "train"], seconds=0.0))
     assert {row.title for row in report.rows} == {"prefill, 4 x 64 tokens"}
     assert "train left out: no parameter of LlamaForCausalLM needs a gradient" in report.notes
+
+
+KERNELS = {
+    "norm_forward_kernel": "norm",
+    "norm_backward_sliced_kernel": "norm",
+    "_rms_norm_forward_kernel": "norm",
+    "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>": "norm",
+    "void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::MeanOps<": "norm",
+    "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0": "norm",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<": "add",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctorOnSelf_add<":
+        "elementwise",
+    "nvjet_tst_192x128_64x4_1x2_h_bz_coopA_NTT": "matmul",
+    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_f16_s161616gemm_f16_32x32_64x1_tn": "matmul",
+    "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, cutlass": "attention",
+    "void (anonymous namespace)::softmax_warp_forward<c10::Half, c10::Half, float, 7": "attention",
+    "cunn_SoftMaxForward<4, float, float, float, at::native::LogSoftMaxForwardEpilogue>": "other",
+    "Memcpy DtoD (Device -> Device)": "copy or fill",
+    "void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16>": "other",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kinds_of_kernels(name: str) -> None:
+    assert timing.kind_of(name) == KERNELS[name]
+
+
+def test_kernels_are_added_up_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def event(name: str, spent: float, device: str = "CUDA") -> Any:
+        elapsed = SimpleNamespace(elapsed_us=lambda: spent)
+        return SimpleNamespace(
+            name=name, time_range=elapsed, device_type=SimpleNamespace(name=device)
+        )
+
+    class Profile(nullcontext):  # type: ignore[type-arg]
+        def events(self) -> list[Any]:
+            return [
+                event("norm_forward_kernel", 2000.0), event("nvjet_a", 500.0),
+                event("norm_forward_kernel", 1000.0), event("cudaLaunchKernel", 9.0, "CPU"),
+            ]  # fmt: skip
+
+        def __enter__(self) -> "Profile":
+            return self
+
+    monkeypatch.setattr(torch.profiler, "profile", lambda **options: Profile())
+    monkeypatch.setattr(Work, "synchronize", lambda self: None)
+    assert timing.kernel_times(Work(lambda: None)) is None
+    work = Work(lambda: None, devices=frozenset([torch.device("cuda", 0)]))
+    assert timing.kernel_times(work) == {"norm": (2, 3.0), "matmul": (1, 0.5)}
 
 
 # What stays as it was --------------------------------------------------------------------------
@@ -367,6 +425,7 @@ def report_of_two() -> TimingReport:
                     ratio=ratio, kernels=414, peak_memory=peak, **shared,
                 )
             )  # fmt: skip
+            report.profile.append(KernelTime(measure, 4, 1, name, "norm", 33, 0.5))
     return report
 
 
