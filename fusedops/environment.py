@@ -7,6 +7,7 @@
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,13 @@ def describe(*, probe: bool = True) -> dict[str, Any]:
     """
     found: dict[str, Any] = {
         "fusedops": fusedops.__version__,
+        "commit": _commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
+        "driver": _driver(),
         "gpus": _gpus(),
         "no_gpu": _gpu_obstacle(),
         "switches": {
@@ -111,12 +114,13 @@ def available_memory(device: torch.device) -> int | None:
 def render(description: dict[str, Any]) -> str:
     """The description as the plain text that ``fusedops info`` prints."""
     lines = [
-        f"fusedops      {description['fusedops']}",
+        f"fusedops      {description['fusedops']}"
+        + (f", commit {description['commit']}" if description["commit"] else ""),
         f"python        {description['python']} on {description['platform']}",
     ]
     for name, version in description["packages"].items():
         lines.append(f"{name:13} {version or 'not installed'}")
-    for name in ("cuda", "hip"):
+    for name in ("cuda", "hip", "driver"):
         if description[name]:
             lines.append(f"{name:13} {description[name]}")
     for index, gpu in enumerate(description["gpus"]):
@@ -147,6 +151,30 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that fusedops runs from; None where it is installed."""
+    root = Path(fusedops.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10")
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return None
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found.splitlines()[0] if found else None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return (done.stdout.strip() or None) if done.returncode == 0 else None
 
 
 def _gpus() -> list[dict[str, Any]]:

@@ -397,6 +397,22 @@ def test_info_tells_the_path_of_every_operator(run: Run, path: str, device: str)
     assert ("none usable" in done.out) == (device == "cpu")
 
 
+def test_info_tells_commit_and_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    if (ROOT / ".git").exists():
+        assert environment.describe(probe=False)["commit"]
+    monkeypatch.setattr(fusedops, "__file__", "/nowhere/fusedops/__init__.py")
+    found = environment.describe(probe=False)
+    assert found["commit"] is None
+    assert bool(found["driver"]) == (torch.cuda.is_available() and not torch.version.hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(environment, "_output", lambda *command: "570.1\n570.1")
+    assert environment._driver() == "570.1"
+    shown = environment.render({**found, "commit": "abc", "driver": "570.1", "operators": {}})
+    assert f"fusedops      {fusedops.__version__}, commit abc\n" in shown
+    assert "\ndriver        570.1\n" in shown
+
+
 def test_info_as_json(run: Run, path: str, device: str) -> None:
     done = run("info", "--json")
     assert done.status == 0
