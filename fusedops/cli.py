@@ -13,11 +13,13 @@ import json
 import logging
 import math
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -54,6 +56,7 @@ class _CommandError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (default: the process's own arguments); the exit status."""
     arguments = _parser().parse_args(argv)
+    arguments.command_line = ["fusedops", *(sys.argv[1:] if argv is None else argv)]
     try:
         if arguments.command == "info":
             return _info(arguments)
@@ -117,6 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--backward", action="store_true", help="compare gradients, too")
     compare.add_argument("--json", metavar="FILE", help="write the report as JSON")
+    compare.add_argument(
+        "--html", metavar="FILE", help="write the report as a page that needs no network"
+    )
     compare.add_argument("--plot", metavar="FILE", help="save the drift by depth as an image")
     compare.add_argument("--traceback", action="store_true", help="show where an error came from")
     _add_timing_options(compare)
@@ -171,6 +177,8 @@ def _compare(arguments: argparse.Namespace, *, restart: bool) -> int:
     _require("transformers", "hf")
     if arguments.plot:
         _require("matplotlib", "cli")
+    if arguments.html:
+        _require("jinja2", "cli")
     device = _device(arguments.device)
     dtype = arguments.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
@@ -183,7 +191,7 @@ def _compare(arguments: argparse.Namespace, *, restart: bool) -> int:
                 f"--batch times --tokens is {tokens}; below fp32 a comparison needs at least "
                 f"{parity_report.MIN_TOKENS} tokens"
             )
-    for path in filter(None, (arguments.json, arguments.plot)):
+    for path in filter(None, (arguments.json, arguments.html, arguments.plot)):
         parity_report.write_atomically(path)
     if arguments.plot:
         parity_report.image_format(arguments.plot)
@@ -205,8 +213,8 @@ def _compare(arguments: argparse.Namespace, *, restart: bool) -> int:
         with _progress(hint=False) as on_step, _quiet():
             timing = _time(arguments, loaded, device, on_step)
         _show_timing(timing)
-    if arguments.json:
-        _write_json(arguments, loaded, report, timing)
+    if arguments.json or arguments.html:
+        _write(arguments, _all_found(arguments, loaded, report, timing))
     if timing is not None and timing.interrupted:
         return _complain("interrupted", status=130)
     return 0 if report.ok else 1
@@ -279,28 +287,53 @@ def _show(loaded: "LoadedModel", report: "ParityReport") -> None:
     print(report.patch)
     print()
     print(report)
-    if report.continuation is not None and loaded.tokenizer is not None:
-        print(f"continuation: {loaded.tokenizer.decode(report.continuation.tokens)!r}")
+    continuation = _continuation(loaded, report)
+    if continuation is not None:
+        print(f"continuation: {continuation!r}")
 
 
-def _write_json(
+def _continuation(loaded: "LoadedModel", report: "ParityReport") -> str | None:
+    if report.continuation is None or loaded.tokenizer is None:
+        return None
+    return loaded.tokenizer.decode(report.continuation.tokens)
+
+
+def _all_found(
     arguments: argparse.Namespace,
     loaded: "LoadedModel",
     report: "ParityReport",
     timing: "TimingReport | None",
-) -> None:
-    from fusedops.integrations.parity_report import write_atomically
+) -> dict[str, Any]:
+    from fusedops.integrations.loading import SEED
 
     found = {
         "source": loaded.source,
         "batch": arguments.batch,
+        "sequence_length": report.tokens // arguments.batch,
+        "seed": SEED,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(arguments.command_line),
+        "continuation_text": _continuation(loaded, report),
         "environment": environment.describe(probe=False),
         **report.to_dict(),
     }
     if timing is not None:
         found["timing"] = timing.to_dict()
-    text = json.dumps(found, indent=2, allow_nan=False) + "\n"
-    write_atomically(arguments.json, lambda file: Path(file).write_text(text))
+    return found
+
+
+def _write(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    from fusedops.integrations.parity_report import write_atomically
+
+    if arguments.json:
+        text = json.dumps(found, indent=2, allow_nan=False) + "\n"
+        write_atomically(arguments.json, lambda file: Path(file).write_text(text))
+    if arguments.html:
+        from fusedops.integrations.html_report import render
+
+        # Half a surrogate pair, as in arguments that are no text, has no encoding.
+        page = render(found).encode(errors="backslashreplace")
+        write_atomically(arguments.html, lambda file: Path(file).write_bytes(page))
 
 
 def _restart_with_interpreter(device: torch.device) -> None:

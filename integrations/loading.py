@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from fusedops.environment import available_memory, one_line
 
-__all__ = ["BUILT_IN", "ByteTokenizer", "LoadedModel", "LoadingError", "load", "vocabulary"]
+__all__ = ["BUILT_IN", "SEED", "ByteTokenizer", "LoadedModel", "LoadingError", "load", "vocabulary"]
 
+SEED = 0  # of random weights and drawn token ids, and of every run that is compared
 _BYTES = 256
 
 BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
@@ -126,7 +127,7 @@ class LoadedModel:
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         if self.tokenizer is None:
-            generator = torch.Generator().manual_seed(0)
+            generator = torch.Generator().manual_seed(SEED)
             length = tokens or 64
             stream = torch.randint(
                 0, vocabulary(self.model), (length + batch,), generator=generator
@@ -196,9 +197,9 @@ def _built_in(name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
     _require_memory(name, count * dtype.itemsize, device)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(SEED)
         if devices:
-            torch.cuda.manual_seed(0)
+            torch.cuda.manual_seed(SEED)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         _spread_vectors(model)
     return model

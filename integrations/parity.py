@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fusedops import dispatch
 from fusedops.environment import available_memory, one_line
 from fusedops.integrations import patching
+from fusedops.integrations.loading import SEED
 from fusedops.integrations.parity_report import (
     BlockDrift,
     Continuation,
@@ -166,7 +167,7 @@ class _Subject:
     def run(self, model: nn.Module, *, hooks: bool = False, backward: bool | None = None) -> _Run:
         """One forward of ``model`` on fresh copies of the inputs, from a fixed random state."""
         backward = self.backward if backward is None else backward
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(backward))
             hidden = stack.enter_context(_recorded(model, self.blocks if hooks else []))
@@ -192,7 +193,7 @@ class _Subject:
             )
             kept = self.kept(output)
             return losses.mean() if kept is None else losses[kept[:, 1:].flatten()].mean()
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(SEED)
         direction = torch.randn(output.shape, generator=generator).to(output.device)
         return (output.float() * direction).mean()
 

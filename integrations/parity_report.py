@@ -43,6 +43,7 @@ __all__ = [
     "Scatter",
     "image_format",
     "ratio",
+    "total_gradient_ratio_limit",
     "write_atomically",
 ]
 
@@ -298,6 +299,11 @@ class ParityReport:
             )
         )
 
+    def worst_gradients(self, count: int) -> list[GradientDrift]:
+        """The ``count`` gradients that are furthest off, by ratio, or by difference where there
+        is none."""
+        return sorted(self.gradients or (), key=_badness, reverse=True)[:count]
+
     def _gradient_failures(self) -> list[str]:
         gradients = self.gradients or ()
         failures = []
@@ -417,7 +423,7 @@ class ParityReport:
 
     def _gradient_table(self) -> str:
         gradients = self.gradients or ()
-        worst = sorted(gradients, key=_badness, reverse=True)[: _SHOWN_ROWS // 2]
+        worst = self.worst_gradients(_SHOWN_ROWS // 2)
         with_fp32 = gradients[0].ratio is not None
         rows = [
             [

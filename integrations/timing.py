@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from fusedops import dispatch
 from fusedops.environment import one_line
-from fusedops.integrations.loading import vocabulary
+from fusedops.integrations.loading import SEED, vocabulary
 from fusedops.integrations.parity import main_output
 from fusedops.integrations.patching import patch, unpatch
 from fusedops.integrations.timing_report import Case, KernelTime, TimingReport, TimingRow
@@ -387,7 +387,7 @@ def _arguments(model: nn.Module, ids: Tensor, **options: Any) -> dict[str, Any]:
 
 
 def _token_ids(model: nn.Module, sequences: int, tokens: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(vocabulary(_eager(model)), (sequences, tokens), generator=generator)
     return ids.to(next(model.parameters()).device)
 

@@ -208,6 +208,8 @@ def test_dtype(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torc
         (["{tmp}"], "holds neither config.json nor a GGUF file"),
         (["tiny-llama", "--json", "{tmp}/absent/report.json"], "absent is no folder"),
         (["tiny-llama", "--json", "{tmp}"], "is a folder, expected a file"),
+        (["tiny-llama", "--html", "{tmp}/absent/report.html"], "absent is no folder"),
+        (["tiny-llama", "--html", "{tmp}"], "is a folder, expected a file"),
         (["tiny-llama", "--device", "abacus"], "--device abacus"),
         (["tiny-llama", "--device", "cuda:99"], "--device cuda:99: torch sees"),
         (["tiny-llama", "--dtype", "fp16", "--tokens", "10"], "at least 64 tokens"),
@@ -253,12 +255,21 @@ def test_wrong_usage(run: Run, arguments: list[str], reason: str) -> None:
     assert reason in done.err
 
 
-@pytest.mark.parametrize(("package", "extra"), [("matplotlib", "cli"), ("transformers", "hf")])
+@pytest.mark.parametrize(
+    ("package", "extra"), [("matplotlib", "cli"), ("jinja2", "cli"), ("transformers", "hf")]
+)
 def test_missing_package_says_what_to_install(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    done = run("compare", "tiny-llama", "--plot", tmp_path / "drift.png")
+    done = run(
+        "compare",
+        "tiny-llama",
+        "--plot",
+        tmp_path / "drift.png",
+        "--html",
+        tmp_path / "report.html",
+    )
     assert done.status == 2
     assert f"needs {package}" in done.err
     assert f"pip install 'fusedops[{extra}]'" in done.err

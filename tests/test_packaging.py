@@ -164,7 +164,7 @@ def sources() -> set[str]:
         f"{place}/{path.name}"
         for folder, place in PACKAGES.items()
         for path in (ROOT / folder).iterdir()
-        if path.suffix in (".py", ".c") or path.name == "py.typed"
+        if path.suffix in (".py", ".c", ".jinja", ".css") or path.name == "py.typed"
     }
 
 
