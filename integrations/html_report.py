@@ -102,8 +102,8 @@ def _template() -> jinja2.Template:
 def _ms(value: float) -> str:
     """Four digits, never an exponent.
 
-    >>> [_ms(value) for value in (0.12345, 12.3456, 12345.6)]
-    ['0.1234', '12.35', '12,346']
+    >>> [_ms(value) for value in (0.05, 12.3456, 12345.6)]
+    ['0.0500', '12.35', '12,346']
     """
     digits = 3 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{value:,.{min(max(digits, 0), 4)}f}"

@@ -325,7 +325,9 @@ class ParityReport:
             for g in gradients:
                 if g.ratio is not None and not g.ratio <= gradient_ratio_limit(g.count):
                     failures.append(f"the gradient of {g.name} is {g.ratio:.3f} times as far")
-        return failures[:_SHOWN_ROWS]
+        left_out = len(failures) - _SHOWN_ROWS
+        more = [f"and {left_out} more of the kind"] if left_out > 0 else []
+        return failures[:_SHOWN_ROWS] + more
 
     # --- how it is shown -----------------------------------------------------------------------
 

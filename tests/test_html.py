@@ -296,6 +296,10 @@ def test_failures_and_doubts_are_all_named(found: Found) -> None:
     assert "2.000 times as far from fp32" in page.text
     for gradient in found["gradients"][:2]:
         assert f"the gradient of {gradient['name']} is" in page.text
+    for gradient in found["gradients"]:
+        gradient["patched_to_fp32"] = 1e3
+    left_out = len(found["gradients"]) + 1 - 12
+    assert f"and {left_out} more of the kind" in Page(render(found)).text
     found |= {"calls": {}, "no_calls_reason": "FUSEDOPS_DISABLE is set"}
     page = Page(render(found))
     assert "Parity not proven" in page.text
