@@ -6,6 +6,7 @@ places bars, lines and squares; `html_report.jinja` and `html_report.css` beside
 look like. Names and reasons come from models and are escaped.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ def render(found: Mapping[str, Any]) -> str:
     return page.lstrip()
 
 
+@functools.cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

@@ -99,8 +99,14 @@ class Browser:
         path.write_bytes(base64.b64decode(found["data"]))
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        """End the browser, which takes its other processes with it if it is asked."""
+        self._session = None
+        try:
+            self.call("Browser.close")
+            self._process.wait(TIMEOUT)
+        except (RuntimeError, OSError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.wait()
         os.close(self._out)
         os.close(self._in)
 
