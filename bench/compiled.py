@@ -11,9 +11,10 @@ each up to a synchronise.
 """
 
 import argparse
+from pathlib import Path
 
+import record
 import torch
-from e2e import write
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fusedops
@@ -82,7 +83,7 @@ def measured(measure, model, ids):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--measures", nargs="+", default=["prefill", "train"])
     parser.add_argument("--seconds", type=float, default=4.0, help="spent on each measure")
@@ -113,11 +114,13 @@ def main():
                     "variant": name,
                     "ms": round(min(values), 4),
                     "median_ratio_to_compiled": round(ratio, 4),
-                    "runs": len(values),
+                    "rounds": len(values),
+                    "run": 0,
                 }
             )
             print(f"{measure:8s} {name:28s} {min(values):8.3f} ms  x{ratio:.3f}", flush=True)
-    write(options.out, rows)
+    runs = [record.environment({})]
+    record.write(options.out, {"benchmark": "compiled", "runs": runs, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots and the README's tables, from the files of run.py, launch.py and traffic.py.
+"""Plots and the README's tables, from the files of run.py, launch.py, traffic.py and e2e.py.
 
     python bench/plot.py            draw bench/results/*.svg, and rewrite the tables
     python bench/plot.py --check    fail unless they are what the files give
@@ -28,7 +28,12 @@ NAMES = {
 }
 PACKAGES = {"liger": "liger-kernel", "quack": "quack-kernels", "flash": "flash-attn"}
 OPERATORS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
-BENCHMARKS = ("norms", "launch", "traffic")
+BENCHMARKS = ("models", "norms", "launch", "traffic")  # in the README's order
+MODELS = {
+    "llama-1b": "Llama 1B", "llama-8b": "Llama 8B", "gpt2-small": "GPT-2 small",
+    "gpt2-xl": "GPT-2 XL", "qwen3-0.6b": "Qwen3 0.6B", "gemma2-2b": "Gemma 2 2B",
+    "bert-base": "BERT base",
+}  # fmt: skip
 WIDTHS = (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 NOTHING = "Nothing has been measured yet: `make bench`, on a machine with a GPU, does."
 
@@ -198,15 +203,59 @@ def traffic_text(content, link):
     return f"{text}\n\n{table(head, body)}"
 
 
+def models_text(content, link):
+    cases = {}
+    for line in content["rows"]:
+        case = tuple(line[key] for key in ("model", "measure", "sequences", "tokens"))
+        cases.setdefault(case, {})[line["contestant"]] = line
+    order = list(MODELS)
+    body = []
+    for case in sorted(cases, key=lambda case: (order.index(case[0]), *case[1:])):
+        model, measure, sequences, tokens = case
+        lines = cases[case]
+        base, fused = lines["unpatched"], lines.get("fused")
+        if fused is None:
+            continue
+        what = f"decode, batch {sequences}" if measure == "decode" else measure
+        memory = "–"
+        if measure == "train" and base["peak_memory"]:
+            sizes = [f"{line['peak_memory'] / 2**30:.1f}" for line in (base, fused)]
+            memory = " → ".join(sizes)
+        speeds = [
+            f"{lines[name]['best_ratio']:.2f} ({lines[name]['ratio']:.2f})"
+            if name in lines else "–"
+            for name in ("norms", "fused", "liger")
+        ]  # fmt: skip
+        shape = what if measure == "decode" else f"{what}, {sequences} x {tokens}"
+        kernels = f"{base['kernels']} → {fused['kernels']}"
+        body.append([MODELS[model], shape, f"{base['min_ms']:.2f}", *speeds, kernels, memory])
+    if not body:
+        return ""
+    versions = content["runs"][-1]["versions"]
+    text = (
+        f"Whole models of random weights on one {content['runs'][-1]['gpu']}, eager, bf16, "
+        f"transformers {versions['transformers']}: the unpatched model's milliseconds, and how "
+        "many times as fast it is patched, by the smallest of interleaved times (in brackets the "
+        "median of the ratios within a round); Liger is its patch of norms, in a process of its "
+        "own; GPU kernels, and for training the peak of memory in GiB, before and after "
+        f"([{link.name}](bench/results/{link.name})):"
+    )
+    head = ["", "", "ms", "norms", "norms and adds", "Liger", "kernels", "memory"]
+    return f"{text}\n\n{table(head, body)}"
+
+
 def readme_text(text, found):
     """README.md with the part between the markers replaced."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"README: expected the markers {BEGIN} and {END}")
-    makers = {"norms": norms_text, "launch": launch_text, "traffic": traffic_text}
-    ordered = sorted(found.items(), key=lambda item: (item[1]["benchmark"] != "norms", item[0]))
-    parts = [makers[content["benchmark"]](content, path) for path, content in ordered]
+    makers = dict(
+        zip(BENCHMARKS, (models_text, norms_text, launch_text, traffic_text), strict=True)
+    )
+    order = BENCHMARKS.index
+    ordered = sorted(found.items(), key=lambda item: (order(item[1]["benchmark"]), item[0]))
+    parts = [makers[order(content["benchmark"])](content, path) for path, content in ordered]
     body = "\n\n".join(part for part in parts if part) or NOTHING
     return f"{before}{BEGIN}\n{body}\n{END}{after}"
 

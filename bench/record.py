@@ -17,12 +17,16 @@ from importlib import metadata
 from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PACKAGES = ("fusedops", "torch", "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl",
-            "flash-attn")  # fmt: skip
+PACKAGES = ("fusedops", "torch", "triton", "transformers", "liger-kernel", "quack-kernels",
+            "nvidia-cutlass-dsl", "flash-attn")  # fmt: skip
+KEYS = {
+    "norms": ("operator", "direction", "rows", "width", "dtype", "provider"),
+    "models": ("model", "measure", "sequences", "tokens", "contestant"),
+}
 
 
-def identity(line):
-    return tuple(line[k] for k in ("operator", "direction", "rows", "width", "dtype", "provider"))
+def identity(line, benchmark="norms"):
+    return tuple(line[key] for key in KEYS[benchmark])
 
 
 def rank(lines):
@@ -143,16 +147,19 @@ def merge(contents):
     """
     benchmarks = {content["benchmark"] for content in contents}
     gpus = {run["gpu"] for content in contents for run in content["runs"]}
-    if benchmarks != {"norms"} or len(gpus) != 1:
-        raise ValueError(f"--merge: expected norms on one GPU, got {benchmarks} on {gpus}")
+    if len(benchmarks) != 1 or not benchmarks <= set(KEYS) or len(gpus) != 1:
+        raise ValueError(f"--merge: expected one benchmark on one GPU, got {benchmarks} on {gpus}")
+    (benchmark,) = benchmarks
     runs, rows = [], {}
     for content in contents:
         for line in content["rows"]:
-            rows[identity(line)] = {**line, "run": line["run"] + len(runs)}
+            rows[identity(line, benchmark)] = {**line, "run": line["run"] + len(runs)}
         runs += content["runs"]
     left = sorted({line["run"] for line in rows.values()})
     numbered = [{**line, "run": left.index(line["run"])} for line in rows.values()]
-    return {"benchmark": "norms", "runs": [runs[i] for i in left], "rows": rank(numbered)}
+    if benchmark == "norms":
+        rank(numbered)
+    return {"benchmark": benchmark, "runs": [runs[i] for i in left], "rows": numbered}
 
 
 def default_path(gpu, kind):

@@ -9,14 +9,12 @@ the smallest time counts; it is the time until the last launch is made, not unti
 """
 
 import argparse
-import json
-import sys
 import time
+from pathlib import Path
 
+import record
 import torch
-import triton
-from e2e import variants
-from record import commit
+from e2e import CONTESTANTS
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
@@ -55,11 +53,11 @@ def call_layers(model, hidden):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=300)
     options = parser.parse_args()
     model = stubbed("cuda", torch.bfloat16)
-    models, reports = variants(model)
+    models = {name: build(model) for name, build in CONTESTANTS.items()}
     hidden = torch.randn(1, 1, HIDDEN, dtype=torch.bfloat16, device="cuda")
     best = dict.fromkeys(models, float("inf"))
     with torch.no_grad():
@@ -86,21 +84,10 @@ def main():
     for name, cost in rows.items():
         print(f"{name:10s} {cost:7.2f} us a layer")
     print(f"one add    {add * 1e6:7.2f} us")
-    with open(options.out, "w") as file:
-        json.dump(
-            {
-                "gpu": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "commit": commit(),
-                "command": " ".join(sys.argv),
-                "us_a_layer": rows,
-                "us_an_add": round(add * 1e6, 2),
-                "fused": str(reports["across"].fused),
-            },
-            file,
-            indent=1,
-        )
+    lines = [{"contestant": name, "us_a_layer": cost, "run": 0} for name, cost in rows.items()]
+    lines.append({"contestant": "one add", "us": round(add * 1e6, 2), "run": 0})
+    runs = [record.environment({})]
+    record.write(options.out, {"benchmark": "stream cost", "runs": runs, "rows": lines})
 
 
 if __name__ == "__main__":

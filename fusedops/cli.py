@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "model",
         metavar="MODEL",
         help="hub id, folder, GGUF file, or a built-in random configuration: tiny-llama, "
-        "tiny-gpt2, llama-1b, llama-8b, gpt2-small, gpt2-xl",
+        "tiny-gpt2, llama-1b, llama-8b, gpt2-small, gpt2-xl, qwen3-0.6b, gemma2-2b, bert-base",
     )
     compare.add_argument(
         "--dtype",

@@ -70,6 +70,36 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2-small": ("gpt2", {"n_embd": 768, "n_layer": 12, "n_head": 12}),
     "gpt2-xl": ("gpt2", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "qwen3-0.6b": (
+        "qwen3",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma2-2b": (
+        "gemma2",
+        {
+            "vocab_size": 256000,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "pad_token_id": None,
+        },
+    ),
+    "bert-base": ("bert", {"architectures": ["BertForMaskedLM"]}),
 }
 """Random-weight configurations: name -> (transformers model type, configuration)."""
 
@@ -185,22 +215,24 @@ def load(
 
 
 def _built_in(name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     model_type, settings = BUILT_IN[name]
     # Larger than the usual 0.02, under which logits lie too close together to tell anything.
     config = AutoConfig.for_model(
         model_type, initializer_range=0.08, bos_token_id=None, eos_token_id=None, **settings
     )
+    masked = any("ForMaskedLM" in architecture for architecture in config.architectures or ())
+    model_class: Any = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     with torch.device("meta"):
-        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        count = sum(p.numel() for p in model_class.from_config(config).parameters())
     _require_memory(name, count * dtype.itemsize, device)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.default_generator.manual_seed(SEED)
         if devices:
             torch.cuda.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: nn.Module = model_class.from_config(config, dtype=dtype)
         _spread_vectors(model)
     return model
 

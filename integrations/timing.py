@@ -476,20 +476,20 @@ def _reason(error: Exception) -> str:
 @dataclass(frozen=True)
 class Plan:
     """What to measure: ``sequences`` x ``tokens`` for prefill and training, cut to the model's
-    positions, and ``seconds`` of turns for each case."""
+    positions, and ``seconds`` of turns for each case. With ``halves``, training's forward and
+    backward are timed by themselves as well."""
 
     measures: Sequence[str] = MEASURES
     decode_batches: Sequence[int] = (1, 16)
     sequences: int = 4
     tokens: int = 2048
     seconds: float = 5.0
+    halves: bool = True
 
     def cases(self, model: nn.Module) -> list[Case]:
         tokens = min(self.tokens, _positions(model, self.tokens))
-        whole = {
-            "prefill": ["prefill"],
-            "train": ["train", "train forward", "train backward"],
-        }
+        halves = ["train forward", "train backward"] if self.halves else []
+        whole = {"prefill": ["prefill"], "train": ["train", *halves]}
         cases = []
         for measure in self.measures:
             if measure == "decode":

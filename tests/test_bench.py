@@ -4,6 +4,7 @@
 import importlib
 import json
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from tiny_models import build_llama
 
 from fusedops import dispatch
 from fusedops.integrations import timing
+from fusedops.integrations.stream import BLOCK
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -201,7 +203,7 @@ def test_missing_libraries_are_named(
     content = bench.run.benchmark(options(*few), ClockStub(), "cpu")
     assert content["runs"][0]["missing"] == {"liger": "ImportError: no module named liger"}
     assert "missing: liger (ImportError: no module named liger)" in capsys.readouterr().out
-    assert content["runs"][0]["versions"]["torch"] == torch.__version__
+    assert content["runs"][0]["versions"]["torch"] == metadata.version("torch")
     assert content["runs"][0]["commit"]
 
 
@@ -340,14 +342,51 @@ def test_launch_on_the_cpu(bench: Any, tmp_path: Path, monkeypatch: pytest.Monke
 def test_variants_of_whole_models(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "INTERPRETED", False)
     model = build_llama()
-    case = bench.e2e.case_of("decode-3", model)
-    assert (case.measure, case.sequences, case.tokens) == ("decode", 3, 1)
-    assert bench.e2e.case_of("train", model).title == "train, 4 x 64 tokens"
-    models, reports = bench.e2e.variants(model)
-    times = timing.time_case(case, models, 0.0).times
-    assert list(times) == ["unpatched", "default", "norms", "in block", "across"]
-    assert not reports["norms"].fused
-    assert [row.blocks for row in reports["in block"].fused] == [3]
+    (plan,) = bench.e2e.plans("llama-1b", ["decode", "train"], 0.0)
+    titles = [case.title for case in plan.cases(model)]
+    assert titles == ["decode, 1 x 1 token", "decode, 16 x 1 token", "train, 4 x 64 tokens"]
+    large = bench.e2e.plans("llama-8b", ["prefill", "train"], 0.0)
+    assert [(p.measures, p.sequences) for p in large] == [(["prefill"], 4), (["train"], 1)]
+    models = {name: build(model) for name, build in bench.e2e.CONTESTANTS.items()}
+    times = timing.time_case(plan.cases(model)[0], models, 0.0).times
+    assert list(times) == ["unpatched", "norms", "fused", "in block", "across"]
+    states = [vars(layer)[BLOCK] for layer in models["in block"].model.layers]
+    assert [state.successor for state in states] == [None] * 3
+    assert not any(BLOCK in vars(layer) for layer in models["norms"].model.layers)
+
+
+def test_the_table_of_whole_models(bench: Any, tmp_path: Path) -> None:
+    def line(model: str, measure: str, contestant: str, ms: float, **values: Any) -> Any:
+        shape = {"sequences": 16, "tokens": 1} if measure == "decode" else {
+            "sequences": 4, "tokens": 2048}  # fmt: skip
+        row = {"model": model, "measure": measure, **shape, "contestant": contestant, "run": 0}
+        return row | {"min_ms": ms, "best_ratio": 10 / ms, "ratio": 9 / ms} | values
+
+    rows = [
+        line("llama-1b", "train", "unpatched", 10.0, kernels=90, peak_memory=28 * 2**30),
+        line("llama-1b", "train", "fused", 8.0, kernels=60, peak_memory=26 * 2**30),
+        line("llama-1b", "decode", "unpatched", 10.0, kernels=9, peak_memory=None),
+        line("llama-1b", "decode", "norms", 9.0, kernels=6, peak_memory=None),
+        line("llama-1b", "decode", "fused", 9.5, kernels=6, peak_memory=None),
+        line("llama-1b", "decode", "liger", 12.5, kernels=7, peak_memory=None),
+        line("gpt2-xl", "decode", "unpatched", 10.0, kernels=9, peak_memory=None),
+    ]
+    run = {"gpu": "NVIDIA H200", "versions": {"transformers": "5.17.0"}}
+    content = {"benchmark": "models", "runs": [run], "rows": rows}
+    text = bench.plot.models_text(content, tmp_path / "h200-e2e.json")
+    assert text.splitlines()[-2:] == [
+        "| Llama 1B | decode, batch 16 | 10.00 | 1.11 (1.00) | 1.05 (0.95) | 0.80 (0.72) | 9 → 6 "
+        "| – |",
+        "| Llama 1B | train, 4 x 2048 | 10.00 | – | 1.25 (1.12) | – | 90 → 60 | 28.0 → 26.0 |",
+    ]
+    newer = {**content, "rows": [line("llama-1b", "train", "fused", 5.0)]}
+    merged = bench.record.merge([content, newer])
+    assert len(merged["rows"]) == 7
+    assert [(row["min_ms"], row["run"]) for row in merged["rows"][:3]] == [
+        (10.0, 0), (5.0, 1), (10.0, 0),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="one benchmark"):
+        bench.record.merge([content, content_of({})])
 
 
 # Bytes ------------------------------------------------------------------------------------------

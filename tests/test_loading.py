@@ -55,13 +55,25 @@ def test_built_in_takes_dtype_and_keeps_the_random_state() -> None:
 def test_mid_sized_configurations_are_what_their_names_say() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    expected = {"llama-1b": 1.24e9, "llama-8b": 8.03e9, "gpt2-small": 1.24e8, "gpt2-xl": 1.56e9}
+    expected = {
+        "llama-1b": 1.24e9, "llama-8b": 8.03e9, "gpt2-small": 1.24e8, "gpt2-xl": 1.56e9,
+        "qwen3-0.6b": 0.596e9, "gemma2-2b": 2.61e9,
+    }  # fmt: skip
     for name, count in expected.items():
         model_type, settings = BUILT_IN[name]
         with torch.device("meta"):
             config = AutoConfig.for_model(model_type, **settings)
             model = AutoModelForCausalLM.from_config(config)
         assert sum(p.numel() for p in model.parameters()) == pytest.approx(count, rel=0.01)
+
+
+def test_an_encoder_is_built_with_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, settings = BUILT_IN["bert-base"]
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    monkeypatch.setitem(BUILT_IN, "bert-base", (kind, {**settings, **small, "vocab_size": 256}))
+    model = load("bert-base").model
+    assert type(model).__name__ == "BertForMaskedLM"
+    assert model.bert.embeddings.LayerNorm.weight.std() > 0.1
 
 
 def test_folder_gives_the_weights_that_were_saved(saved: Path) -> None:
