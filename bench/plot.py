@@ -250,9 +250,7 @@ def readme_text(text, found):
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"README: expected the markers {BEGIN} and {END}")
-    makers = dict(
-        zip(BENCHMARKS, (models_text, norms_text, launch_text, traffic_text), strict=True)
-    )
+    makers = (models_text, norms_text, launch_text, traffic_text)
     order = BENCHMARKS.index
     ordered = sorted(found.items(), key=lambda item: (order(item[1]["benchmark"]), item[0]))
     parts = [makers[order(content["benchmark"])](content, path) for path, content in ordered]

@@ -82,8 +82,10 @@ def add_liger(
             report.interrupted = True
         finally:
             process.kill()  # which does nothing where it has ended
-    with suppress(metadata.PackageNotFoundError):
-        report.note(f"Liger's norms are those of liger-kernel {metadata.version('liger-kernel')}")
+    if any(row.contestant == "liger" for row in report.rows):
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version("liger-kernel")
+            report.note(f"Liger's norms are those of liger-kernel {version}")
 
 
 def _receive(report: TimingReport, message: dict[str, Any], on_step: Step | None) -> None:
