@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedops import direct, dispatch, reference
+from fusedops import direct, direct_backward, dispatch, reference
 from fusedops.layout import ROW_MAJOR, as_rows, result_layout
 
 __all__ = [
@@ -249,19 +249,21 @@ def gradients(
         )
         dbias = None if dbias is None or bias_dtype is None else dbias.to(bias_dtype)
         return ds, dweight if needs_weight else None, dbias if needs_bias else None
-    return kernel_backward(
-        dy,
-        dsum,
-        s,
-        weight,
-        mean,
-        rstd,
-        spec.weight_offset,
-        row_major,
-        needs_ds=needs_ds,
-        dweight_dtype=weight.dtype if needs_weight else None,
-        dbias_dtype=bias_dtype if needs_bias else None,
-    )
+    wanted = needs_ds, weight.dtype if needs_weight else None, bias_dtype if needs_bias else None
+    saved = (s, weight, mean, rstd, spec.weight_offset)
+    found = direct_backward.gradients(dy, dsum, *saved, wanted)
+    if found is None:
+        found = kernel_backward(
+            dy,
+            dsum,
+            *saved,
+            row_major,
+            needs_ds=needs_ds,
+            dweight_dtype=wanted[1],
+            dbias_dtype=wanted[2],
+        )
+        direct_backward.remember(dy, dsum, *saved, wanted)
+    return found
 
 
 class SumFunction(torch.autograd.Function):

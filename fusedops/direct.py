@@ -40,7 +40,9 @@ __all__ = [
     "Plan",
     "ask",
     "asked",
+    "compile_call",
     "find",
+    "is_launched_as_tested",
     "launch",
     "load_native",
     "norm",
@@ -60,7 +62,7 @@ MAX_PLANS = 16
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A compiled forward kernel and the arguments that do not change."""
+    """A compiled kernel and the arguments that do not change."""
 
     launch: Any  # called with grid and stream, then head, pointers, n_rows, tail
     head: tuple[Any, ...]
@@ -338,6 +340,13 @@ def launch(
     return y, summed, mean, rstd
 
 
+def is_launched_as_tested() -> bool:
+    """Whether this Triton launches compiled kernels as `Kernel.launch` does."""
+    from fusedops.kernels.launch import TRITON_RELEASE
+
+    return TRITON_RELEASE in TESTED_TRITON and torch.version.hip is None
+
+
 def remember(
     options: tuple[Any, ...],
     x: Tensor,
@@ -355,10 +364,8 @@ def remember(
     device = x.get_device()
     if device < 0 or device != _current_device() or torch.cuda.is_current_stream_capturing():
         return
-    from fusedops.kernels import launch as kernel_launch
-
     vectors = [vector for vector in (weight, bias) if vector is not None]
-    if kernel_launch.TRITON_RELEASE not in TESTED_TRITON or torch.version.hip is not None:
+    if not is_launched_as_tested():
         return
     if weight is None and bias is not None:
         return
@@ -455,7 +462,7 @@ def _kernel(
     key = (options, *dtypes, n_cols, x.get_device(), statistics)
     if key in _kernels:
         return _kernels[key]
-    from fusedops.kernels.launch import TRITON_RELEASE, gpu_of, prepare_forward
+    from fusedops.kernels.launch import gpu_of, prepare_forward
 
     def stand_in(dtype: torch.dtype | None, *shape: int) -> Any:
         return None if dtype is None else x.new_empty(shape, dtype=dtype, device="meta")
@@ -475,20 +482,30 @@ def _kernel(
         weight_offset=spec.weight_offset,
         gpu=gpu_of(x.device),
     )
+    _kernels[key] = compile_call(call, "n_rows")
+    return _kernels[key]
+
+
+def compile_call(call: Any, varying: str) -> Kernel:
+    """A `fusedops.kernels.launch.Call`'s kernel, for any aligned tensors of the same dtypes.
+
+    Before the argument of the name ``varying`` stand pointers, after it what does not change.
+    """
+    from fusedops.kernels.launch import TRITON_RELEASE
+
     # Dtypes stand for aligned tensors.
     arguments = [a.dtype if isinstance(a, Tensor) else a for a in call.arguments]
     compiled = call.kernel.warmup(*arguments, grid=call.grid, **call.meta)
     names = call.kernel.arg_names
     constants = [call.meta[name] for name in names if name in call.meta]
     launch, head = _entry(compiled, TRITON_RELEASE)
-    _kernels[key] = Kernel(
+    return Kernel(
         launch=launch,
         head=head,
-        tail=(*call.arguments[names.index("n_rows") + 1 :], *constants),
+        tail=(*call.arguments[names.index(varying) + 1 :], *constants),
         block_rows=call.meta["BLOCK_ROWS"],
         compiled=compiled,
     )
-    return _kernels[key]
 
 
 def _entry(compiled: Any, release: str) -> tuple[Any, tuple[Any, ...]]:

@@ -42,6 +42,7 @@ __all__ = [
     "gpu_of",
     "launch_backward",
     "launch_forward",
+    "prepare_backward",
     "prepare_forward",
 ]
 
@@ -183,7 +184,23 @@ def launch_forward(x: Tensor, *arguments: Any, **options: Any) -> None:
         run(prepare_forward(x, *arguments, **options), x.device)
 
 
-def launch_backward(
+class Backward(NamedTuple):
+    """Calls in the order of their launches: ``calls``, then ``reduction`` unless ``alone``.
+
+    programs: those of the first call.
+    most_programs: as many as it would have of any number of rows, if it is persistent.
+    reduction: sums up what the programs have for the weight gradients; None: none are wanted.
+    alone: there is one program, which writes these gradients itself.
+    """
+
+    calls: tuple[Call, ...]
+    programs: int
+    most_programs: int
+    reduction: Call | None
+    alone: bool
+
+
+def prepare_backward(
     s: Tensor,
     dy: Tensor,
     dsum: Tensor | None,
@@ -195,20 +212,17 @@ def launch_backward(
     dbias: Tensor | None,
     *,
     weight_offset: float,
-) -> None:
-    """Write ds (n_rows, H) and dweight, dbias (H,), those that are given.
+    gpu: Gpu | None = None,
+) -> Backward:
+    """The calls that write ds (n_rows, H) and dweight, dbias (H,), those that are given.
 
-    ``s`` are the rows that the forward normalised; ``mean`` is None for RMSNorm.
+    ``s`` are the rows that the forward normalised, at least one; ``mean`` is None for RMSNorm;
+    ``gpu`` as for `prepare_forward`.
     """
     n_cols = s.shape[-1]
     n_rows = s.numel() // n_cols
-    if n_rows == 0:
-        for gradient in (dweight, dbias):
-            if gradient is not None:
-                gradient.zero_()
-        return
     device = s.device
-    gpu = gpu_of(device)
+    gpu = gpu or gpu_of(device)
     config = backward_config(n_cols, s.dtype.itemsize, mean is not None, dsum is not None, gpu)
     looped = is_looped(config, n_cols)
     walkers = max(1, gpu.processors * config.programs_per_sm // config.slices)
@@ -223,9 +237,6 @@ def launch_backward(
     partials = (partial_sums(dweight), partial_sums(dbias))
     gradients = (dweight, dbias)
     reduction = prepare_reduction(partials, gradients, n_partials, most_partials, gpu)
-    alone = n_partials == 1 and not looped  # the only program writes the gradients itself
-    if alone and reduction is not None:
-        compile_once(reduction, device)
     n_inner = s.shape[1] if s.dim() == 3 else None
     s_strides, dy_strides = row_strides(s, n_rows), row_strides(dy, n_rows)
     counts = (n_rows, n_inner)
@@ -240,6 +251,7 @@ def launch_backward(
     }
     inputs = (s, dy, dsum, weight, mean, rstd)
     strides = (*s_strides, *dy_strides, *row_strides(dsum, n_rows), n_cols)
+    calls = []
     if config.slices > 1:
         meta |= {
             "SLICE_COLS": slice_columns(n_cols, config.slices),
@@ -249,7 +261,7 @@ def launch_backward(
         exchange = exchange_memory(n_rows, config.slices, device)
         arguments = (*inputs, ds, *partials, *gradients, exchange, *counts, *strides)
         grid = (n_partials * config.slices,)
-        run(Call(norm_backward_sliced_kernel, grid, arguments, meta), device)
+        calls.append(Call(norm_backward_sliced_kernel, grid, arguments, meta))
     elif not looped:
         meta |= {
             "BLOCK_ROWS": config.block_rows,
@@ -258,19 +270,49 @@ def launch_backward(
             **register_option(config),
         }
         arguments = (*inputs, ds, *partials, *gradients, *counts, *strides)
-        run(Call(norm_backward_kernel, (n_partials,), arguments, meta), device)
+        calls.append(Call(norm_backward_kernel, (n_partials,), arguments, meta))
     elif ds is not None:
         arguments = (*inputs, ds, *counts, *strides)
-        run(Call(norm_backward_looped_kernel, (n_rows,), arguments, meta), device)
-    if reduction is None or alone:
-        return
-    if looped:
+        calls.append(Call(norm_backward_looped_kernel, (n_rows,), arguments, meta))
+    if looped and reduction is not None:
         columns = weight_gradient_config(n_cols)
         grid = (triton.cdiv(n_cols, columns.block_size), n_partials)
         arguments = (s, dy, mean, rstd, *partials, *counts, *s_strides, *dy_strides)
         meta = {"N_COLS": n_cols, "CENTERED": mean is not None, **column_meta(columns, gpu)}
-        run(Call(weight_gradient_kernel, grid, arguments, meta), device)
-    run(reduction, device)
+        calls.append(Call(weight_gradient_kernel, grid, arguments, meta))
+    alone = n_partials == 1 and not looped
+    return Backward(tuple(calls), n_partials, most_partials, reduction, alone)
+
+
+def launch_backward(
+    s: Tensor,
+    dy: Tensor,
+    dsum: Tensor | None,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    ds: Tensor | None,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    *,
+    weight_offset: float,
+) -> None:
+    """Make the calls of `prepare_backward`; of no rows the weight gradients are zero."""
+    if s.numel() == 0:
+        for gradient in (dweight, dbias):
+            if gradient is not None:
+                gradient.zero_()
+        return
+    prepared = prepare_backward(
+        s, dy, dsum, weight, mean, rstd, ds, dweight, dbias, weight_offset=weight_offset
+    )
+    reduction = prepared.reduction
+    if prepared.alone and reduction is not None:
+        compile_once(reduction, s.device)
+    for call in prepared.calls:
+        run(call, s.device)
+    if reduction is not None and not prepared.alone:
+        run(reduction, s.device)
 
 
 def prepare_reduction(

@@ -21,7 +21,7 @@ if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when kernels are defined
 
 import fusedops  # noqa: E402
-from fusedops import dispatch  # noqa: E402
+from fusedops import direct, direct_backward, dispatch  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -100,7 +100,15 @@ def tree_sums() -> Iterator[None]:
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> int:
+def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is launched by what the calls of other tests have left behind."""
+    monkeypatch.setattr(direct, "_plans", {})
+    monkeypatch.setattr(direct, "_kernels", {})
+    monkeypatch.setattr(direct_backward, "_plans", {})
+
+
+@pytest.fixture
+def small_blocks(fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> int:
     """Rows of more than this many elements are walked over in chunks, as very long ones are."""
     from fusedops.kernels import launch
     from fusedops.kernels.config import LaunchConfig

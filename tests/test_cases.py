@@ -340,14 +340,12 @@ def test_nothing_is_written_beside_long_rows(
 
 
 @pytest.fixture
-def launched(monkeypatch, kernels_run):
-    """The kernel calls made so far."""
-    from fusedops import direct
+def launched(monkeypatch, kernels_run, fresh_plans):
+    """The kernel calls made so far; what is remembered is launched another way."""
     from fusedops.kernels import launch
 
     calls = []
     run = launch.run
-    monkeypatch.setattr(direct, "_plans", {})  # what is remembered is launched another way
 
     def keep(call, device):
         calls.append(call)
@@ -580,14 +578,13 @@ def test_no_guard_is_entered_on_the_current_device(op, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("weight", [True, False])
 @pytest.mark.parametrize("dtype", [FP16, FP32])
-def test_remembered_calls_give_the_same_bits(op, dtype, weight, monkeypatch):
+def test_remembered_calls_give_the_same_bits(op, dtype, weight, monkeypatch, fresh_plans):
     """The second call of its kind launches the compiled kernel itself: other rows, same result."""
     from fusedops import direct
     from fusedops.kernels import launch
 
     if launch.TRITON_RELEASE not in direct.TESTED_TRITON:
         pytest.skip("this Triton is always launched the ordinary way")
-    monkeypatch.setattr(direct, "_plans", {})
     inputs = op.inputs((1000, 520), dtype, "cuda")
     if not weight:
         inputs = {n: t if t.dim() > 1 else None for n, t in inputs.items()}
@@ -614,14 +611,13 @@ def test_remembered_calls_give_the_same_bits(op, dtype, weight, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("frozen", [None, "x", "weight"])
-def test_remembered_training_calls_give_the_same_gradients(op, frozen, monkeypatch):
-    """The second forward that needs a gradient is launched directly, too."""
-    from fusedops import direct
+def test_remembered_training_calls_give_the_same_gradients(op, frozen, monkeypatch, fresh_plans):
+    """The second forward that needs a gradient is launched directly, and its backward."""
+    from fusedops import direct, direct_backward
     from fusedops.kernels import launch
 
     if launch.TRITON_RELEASE not in direct.TESTED_TRITON:
         pytest.skip("this Triton is always launched the ordinary way")
-    monkeypatch.setattr(direct, "_plans", {})
     inputs = op.inputs((100, 520), BF16, "cuda")
     upstream = [torch.randn(100, 520, device="cuda", dtype=BF16) for _ in range(1 + op.adds)]
     results = []
@@ -632,21 +628,37 @@ def test_remembered_training_calls_give_the_same_gradients(op, frozen, monkeypat
         with monkeypatch.context() as patched:
             if attempt:
                 patched.setattr(launch, "launch_forward", None)
+                patched.setattr(launch, "launch_backward", None)
             outputs = [out for out in op.call(leaves) if out is not None]
-        torch.autograd.backward(outputs, upstream)
+            torch.autograd.backward(outputs, upstream)
         results.append([*outputs, *(t.grad for t in leaves.values() if t is not None)])
     for result in results[1:]:
         for a, b in zip(results[0], result, strict=True):
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a, b)
+    assert list(map(type, direct_backward._plans.values())) == [direct_backward.Plan]
+    for rows in (1, 2, 17, 5000):  # also where a single program makes the weight gradients
+        more = op.inputs((rows, 520), BF16, "cuda")
+        more = {n: t if t.dim() > 1 else inputs[n] for n, t in more.items()}
+        grads = [torch.randn(rows, 520, device="cuda", dtype=BF16) for _ in range(1 + op.adds)]
+        found = []
+        for plans in (direct_backward._plans, {}):
+            leaves = {n: t.clone().requires_grad_(n != frozen) for n, t in more.items()}
+            with monkeypatch.context() as patched:
+                patched.setattr(direct_backward, "_plans", plans)
+                if plans:
+                    patched.setattr(launch, "launch_backward", None)
+                outputs = [out for out in op.call(leaves) if out is not None]
+                torch.autograd.backward(outputs, grads)
+            found.append([t.grad for t in leaves.values()])
+        for a, b in zip(*found, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or torch.equal(a, b)
 
 
 @pytest.mark.gpu
-def test_calls_unlike_the_remembered_take_the_general_way(op, monkeypatch):
+def test_calls_unlike_the_remembered_take_the_general_way(op, fresh_plans):
     """Whatever the compiled kernel was not specialised on must not be launched with it."""
-    from fusedops import direct
-
-    monkeypatch.setattr(direct, "_plans", {})
     inputs = op.inputs((64, 520), FP16, "cuda")
     expected, _ = op.call(inputs)
     op.call(inputs)

@@ -62,7 +62,9 @@ def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 @pytest.fixture(params=["c", "python"])
-def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def launched(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fresh_plans: None
+) -> None:
     """Calls are launched directly, by either of the two that can, and nothing is known yet."""
     from fusedops.kernels import launch
 
@@ -72,7 +74,6 @@ def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(direct, "load_native", lambda: None)
     elif direct.load_native() is None:
         pytest.skip("direct.c cannot be compiled here")
-    monkeypatch.setattr(direct, "_plans", {})
 
 
 @pytest.fixture

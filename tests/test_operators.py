@@ -123,7 +123,7 @@ def test_rows_in_chunks_as_accurate_as_torch(
 
 
 @pytest.fixture
-def sliced(monkeypatch):
+def sliced(fresh_plans, monkeypatch):
     """Rows are shared by three programs, as very long ones are.
 
     The interpreter runs one program after another, so none could wait for another's message there.
@@ -187,7 +187,7 @@ def test_nan_in_one_sliced_row(op, device):
 
 
 @pytest.fixture
-def one_row_a_program(monkeypatch):
+def one_row_a_program(fresh_plans, monkeypatch):
     """As on a GPU from some 1000 columns on, where LayerNorm's warps make statistics apart."""
     from fusedops.kernels import launch
     from fusedops.kernels.config import LaunchConfig, warps_apart

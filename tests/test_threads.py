@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import build_llama
 
-from fusedops import direct, dispatch
+from fusedops import direct, direct_backward, dispatch
 from fusedops.integrations import patch, unpatch
 from fusedops.integrations.patching import force_operators
 
@@ -59,10 +59,8 @@ def assert_results(found, expected):
 
 
 @pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=pytest.mark.gpu)])
-def test_eight_threads_on_a_first_call(op, dtype, device, monkeypatch):
+def test_eight_threads_on_a_first_call(op, dtype, device, fresh_plans):
     """Compiling, loading and launching, forward and backward, for a width that is met first."""
-    monkeypatch.setattr(direct, "_plans", {})
-    monkeypatch.setattr(direct, "_kernels", {})
     width = 8 * (40 + len(op.name))  # of no other test
     given = [op.inputs((3 + i, width), dtype, device) for i in range(THREADS)]
     grads = [
@@ -126,6 +124,7 @@ def test_calls_run_on_the_current_stream(op, monkeypatch):
 
     def calls():
         monkeypatch.setattr(direct, "_plans", {})
+        monkeypatch.setattr(direct_backward, "_plans", {})
         with torch.cuda.stream(side), torch.no_grad():
             outputs = [op.call(inputs)[0] for _ in range(3)]
         with torch.cuda.stream(side):

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 import fusedops
-from fusedops import NormShape, direct, dispatch, warmup
+from fusedops import NormShape, direct, direct_backward, dispatch, warmup
 from fusedops.integrations import patch, unpatch
 from fusedops.integrations.norms import READY
 
@@ -117,7 +117,7 @@ def variant(call: Any) -> Key:
 
 
 @pytest.fixture
-def variants(monkeypatch: pytest.MonkeyPatch, kernels_run: None) -> set[Key]:
+def variants(monkeypatch: pytest.MonkeyPatch, kernels_run: None, fresh_plans: None) -> set[Key]:
     """The variants that are launched by way of `kernels.launch`, as they come."""
     from fusedops.kernels import launch
 
@@ -130,8 +130,8 @@ def variants(monkeypatch: pytest.MonkeyPatch, kernels_run: None) -> set[Key]:
 
     monkeypatch.setattr(launch, "run", note)
     # Nothing is launched directly, which would ask for the variants of calls before.
-    monkeypatch.setattr(direct, "_plans", {})
     monkeypatch.setattr(direct, "remember", lambda *_: None)
+    monkeypatch.setattr(direct_backward, "remember", lambda *_: None)
     return seen
 
 
@@ -311,7 +311,7 @@ class Driver:
 
 
 driver.set_active(Driver())
-from fusedops import autograd, direct, precompile
+from fusedops import autograd, direct, direct_backward, precompile
 from fusedops.kernels import launch
 
 launch.run = lambda call, device: call.kernel.warmup(*call.arguments, grid=call.grid, **call.meta)
@@ -329,6 +329,13 @@ with precompile._noting_compiles(names):
             direct._kernel(
                 ("",), x, residual, weight, None, 1e-6, spec, torch.bfloat16, statistics
             )
+        rstd = torch.zeros(rows)
+        saved = x, residual, x, weight, None, rstd, 0.0
+        wanted = True, torch.bfloat16, None
+        autograd.kernel_backward(
+            *saved, False, needs_ds=True, dweight_dtype=wanted[1], dbias_dtype=None
+        )
+        assert direct_backward._plan(*saved, wanted)
 print(*names)
 """
 
@@ -344,7 +351,10 @@ def test_direct_calls_ask_for_the_same_variants() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["norm_forward_kernel"] * 2
+    assert done.stdout.split() == [
+        "norm_forward_kernel", "norm_forward_kernel", "reduce_partials_kernel",
+        "norm_backward_kernel",
+    ]  # fmt: skip
 
 
 # --- what it leaves alone, and what it says ------------------------------------------------------

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The direct path of the backward without a GPU: Triton's interpreter runs what would be launched.
+
+That the compiled kernels are launched right is what the GPU tests of test_cases.py show.
+"""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusedops import autograd, direct, direct_backward, dispatch
+
+ROWS, H = 150, 48
+FP16, FP32 = torch.float16, torch.float32
+
+launch = pytest.importorskip("fusedops.kernels.launch")
+pytestmark = [
+    pytest.mark.usefixtures("interpreted", "tree_sums"),
+    pytest.mark.skipif(not dispatch.INTERPRETED, reason="stands in for a GPU"),
+]
+
+
+class Chain:
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+
+class Hooks:
+    def __init__(self) -> None:
+        self.launch_enter_hook, self.launch_exit_hook = Chain(), Chain()
+
+
+class Interpreted:
+    """Launches by pointers; the interpreter is handed the tensors that they point to."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Tensor] = {}
+        self.made: list[str] = []
+
+    def empty(self, *arguments: Any) -> Tensor:
+        """A new tensor as of `direct._empty`, full of NaN, that will be known."""
+        tensor: Tensor = torch.empty_strided(*arguments[:2], dtype=arguments[2])
+        self.know(tensor.fill_(torch.nan))
+        return tensor
+
+    def know(self, *tensors: Tensor | None) -> None:
+        self.known.update({t.data_ptr(): t for t in tensors if t is not None})
+
+    def entry(self, kernel: Any, release: str) -> tuple[Any, tuple[Any, ...]]:
+        """As `direct._entry`: what to call for a launch, and the arguments after the stream."""
+
+        def call(x: int, y: int, z: int, stream: int, head: str, *arguments: Any) -> None:
+            assert (z, stream, head) == (1, 7, "head")
+            self.made.append(kernel.fn.__name__)
+            given = [self.known[a] if type(a) is int and a > 2**20 else a for a in arguments]
+            kernel[x, y, z](*given)
+
+        return call, ("head",)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
+    """CPU tensors, which report device -1, are taken for those of a GPU; there are no plans."""
+    stand_in = Interpreted()
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    monkeypatch.setattr(
+        interpreter.InterpretedFunction, "warmup", lambda kernel, *a, **b: kernel, raising=False
+    )
+    monkeypatch.setattr(direct, "_entry", stand_in.entry)
+    monkeypatch.setattr(direct, "_empty", stand_in.empty)
+    monkeypatch.setattr(direct, "_current_device", torch.zeros(1).get_device)
+    monkeypatch.setattr(direct, "_current_stream", lambda device: 7)
+    monkeypatch.setattr(direct, "is_launched_as_tested", lambda: True)
+    monkeypatch.setattr(direct_backward, "_plans", {})
+    return stand_in
+
+
+Wanted = tuple[bool, torch.dtype | None, torch.dtype | None]
+
+
+def saved(rows: int = ROWS, *, centered: bool = True, adds: bool = True) -> list[Any]:
+    """dy, dsum, s, weight, mean, rstd, weight_offset."""
+    s = torch.randn(rows, H).half()
+    mean = s.float().mean(-1) if centered else torch.zeros(rows)
+    rstd = ((s.float() - mean[:, None]).square().mean(-1) + 1e-5).rsqrt()
+    dy, dsum = torch.randn(2, rows, H).half()
+    return [
+        dy, dsum if adds else None, s, torch.randn(H).half(), mean if centered else None, rstd, 0.5,
+    ]  # fmt: skip
+
+
+def plan_for(arguments: list[Any], wanted: Wanted) -> direct_backward.Plan:
+    """As `remember`, which takes tensors of a GPU alone."""
+    dy, dsum, s, weight, mean, _, offset = arguments
+    made = direct_backward._plan(*arguments, wanted)
+    assert made is not None
+    direct_backward._plans[direct_backward._key(dy, dsum, s, weight, mean, offset, wanted)] = made
+    return made
+
+
+def general(arguments: list[Any], wanted: Wanted) -> Any:
+    return autograd.kernel_backward(
+        *arguments, True, needs_ds=wanted[0], dweight_dtype=wanted[1], dbias_dtype=wanted[2]
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, ROWS])
+@pytest.mark.parametrize(
+    ("centered", "adds", "wanted"),
+    [
+        (True, True, (True, FP16, FP32)),
+        (True, False, (True, FP16, None)),
+        (True, True, (True, None, FP16)),
+        (False, True, (True, FP32, None)),
+        (False, False, (False, FP16, None)),
+        (False, True, (True, None, None)),
+    ],
+)
+def test_the_same_bits_as_by_the_general_way(
+    interpreted: Interpreted, rows: int, centered: bool, adds: bool, wanted: Wanted
+) -> None:
+    plan_for(saved(centered=centered, adds=adds), wanted)
+    arguments = saved(rows, centered=centered, adds=adds)
+    interpreted.know(*arguments[:-1])
+    found = direct_backward.gradients(*arguments, wanted)
+    assert found is not None
+    expected = general(arguments, wanted)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
+    # Tiles have 64 rows; the interpreter has up to three programs.
+    summed = rows > plan_for(arguments, wanted).main.block_rows and any(wanted[1:])
+    assert interpreted.made[:2] == [
+        "norm_backward_kernel", *["reduce_partials_kernel"] * summed
+    ]  # fmt: skip
+
+
+def test_without_a_weight_and_with_more_dimensions(interpreted: Interpreted) -> None:
+    dy, dsum, s, _, mean, rstd, offset = saved()
+    flat = [dy, dsum, s, None, mean, rstd, offset]
+    plan_for(flat, (True, None, None))
+    deep = [None if t is None else t.view(2, 75, H) for t in flat[:3]] + flat[3:]
+    interpreted.know(*flat[:-1])
+    found = direct_backward.gradients(*deep, (True, None, None))
+    assert found is not None and found[0] is not None
+    assert found[0].shape == (2, 75, H)
+    assert torch.equal(found[0].view(ROWS, H), general(flat, (True, None, None))[0])
+
+
+def test_what_does_not_fit_is_not_launched(
+    interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = (True, FP16, FP32)
+    arguments = saved()
+    plan = plan_for(arguments, wanted)
+    interpreted.know(*arguments[:-1])
+    assert direct_backward.gradients(*arguments, wanted) is not None
+    interpreted.made.clear()
+    dy, dsum, s, weight, mean, rstd, offset = arguments
+    storage = torch.randn(ROWS * H + 1).half()
+    wide = torch.randn(ROWS, 2 * H).half()[:, :H]
+    misaligned = storage[1:].view(ROWS, H)
+    wrong = {
+        "misaligned dy": [misaligned, dsum, s, weight, mean, rstd, offset],
+        "misaligned sum": [dy, dsum, misaligned, weight, mean, rstd, offset],
+        "misaligned weight": [dy, dsum, s, storage[1 : H + 1], mean, rstd, offset],
+        "strided dy": [wide, dsum, s, weight, mean, rstd, offset],
+        "expanded dy": [dy[:1].expand(ROWS, H), dsum, s, weight, mean, rstd, offset],
+        "strided dsum": [dy, wide, s, weight, mean, rstd, offset],
+        "strided sum": [dy, dsum, wide, weight, mean, rstd, offset],
+        "strided weight": [dy, dsum, s, wide[0].repeat(2)[::2], mean, rstd, offset],
+        "another dtype": [dy.float(), dsum, s, weight, mean, rstd, offset],
+        "no dsum": [dy, None, s, weight, mean, rstd, offset],
+        "no weight": [dy, dsum, s, None, mean, rstd, offset],
+        "another norm": [dy, dsum, s, weight, None, rstd, offset],
+        "another offset": [dy, dsum, s, weight, mean, rstd, 1.0],
+        "no rows": [dy[:0], dsum[:0], s[:0], weight, mean[:0], rstd[:0], offset],
+        "another shape": [dy[1:], dsum, s, weight, mean, rstd, offset],
+        "another shape of dsum": [dy, dsum[1:], s, weight, mean, rstd, offset],
+    }
+    for reason, given in wrong.items():
+        assert direct_backward.gradients(*given, wanted) is None, reason
+    assert direct_backward.gradients(*arguments, (True, FP16, FP16)) is None
+    for hook in (plan.hooks.launch_enter_hook, plan.hooks.launch_exit_hook):
+        hook.calls.append(print)
+        assert direct_backward.gradients(*arguments, wanted) is None
+        hook.calls.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(direct, "_current_device", lambda: 1)
+        assert direct_backward.gradients(*arguments, wanted) is None
+    assert interpreted.made == []
+    assert direct_backward.gradients(*arguments, wanted) is not None
+
+
+def test_rows_beyond_one_program_have_no_plan(
+    interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = torch.zeros(2, 32768, dtype=FP16)
+    arguments = [s, None, s, None, None, torch.ones(2), 0.0]
+    assert direct_backward._plan(*arguments, (True, None, None)) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(direct, "is_launched_as_tested", lambda: False)
+    assert direct_backward._plan(*saved(), (True, None, None)) is None
+
+
+@pytest.fixture
+def plannable(interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`remember` takes CPU tensors for those of a GPU."""
+    monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
+    monkeypatch.setattr(direct, "_current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_the_second_backward_is_launched_directly(
+    plannable: None, interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By autograd, with what its Function has saved."""
+    x, residual, weight, bias = (torch.randn(ROWS, H), torch.randn(ROWS, H), *torch.randn(2, H))
+    spec = autograd.Spec(True, False, 0.0, FP32, False)
+    upstream = torch.randn(2, ROWS, H)
+    interpreted.know(*upstream)
+    results = []
+    for attempt in range(3):
+        leaves = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
+        y, summed = autograd.NormFunction.apply(*leaves, 1e-5, spec, None)
+        s, saved_weight, mean, rstd = y.grad_fn.saved_tensors
+        interpreted.know(s, saved_weight, mean, rstd)
+        with monkeypatch.context() as patched:
+            if attempt:
+                patched.setattr(autograd, "kernel_backward", None)
+            torch.autograd.backward([y, summed], list(upstream))
+        results.append([leaf.grad for leaf in leaves])
+    assert len(direct_backward._plans) == 1
+    for result in results[1:]:
+        for a, b in zip(results[0], result, strict=True):
+            assert torch.equal(a, b)
+    assert interpreted.made == ["norm_backward_kernel", "reduce_partials_kernel"] * 2
+
+
+def test_plans_are_bounded_and_made_once(plannable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "MAX_KINDS", 4)
+    arguments, wanted = saved(), (True, FP16, None)
+    for number in range(9):
+        arguments[-1] = number / 8
+        direct_backward.remember(*arguments, wanted)
+        assert len(direct_backward._plans) <= 4
+    made = []
+    original = direct_backward._plan
+    monkeypatch.setattr(
+        direct_backward, "_plan", lambda *given: (made.append(1), original(*given))[1]
+    )
+    arguments[-1] = 3.0
+    start = threading.Barrier(4)
+
+    def remember() -> None:
+        start.wait()
+        direct_backward.remember(*arguments, wanted)
+
+    threads = [threading.Thread(target=remember) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [1]
+
+
+def test_nothing_is_remembered_while_a_graph_is_captured(
+    plannable: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    direct_backward.remember(*saved(), (True, FP16, None))
+    assert direct_backward._plans == {}
