@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is done in every call, in C: `Caller` is `Plan.python_caller` of fusedops/direct.py,
-// `ready_norm` that of integrations/norms.py, and the rest is the residual stream of
-// integrations/stream.py in a known block: `run_block`, the stream's `__add__`, and the call
-// of a patched norm on a stream or a tensor (`call_module`). Whatever is out of the ordinary
-// returns None before anything is done, and whoever called goes on in Python. Compiled and cached
-// by Triton's own builder, which needs the same compiler; without one the Python does it all.
+// `launch_backward` its namesake in fusedops/direct_backward.py, `ready_norm` that of
+// integrations/norms.py, and the rest is the residual stream of integrations/stream.py in a known
+// block: `run_block`, the stream's `__add__`, and the call of a patched norm on a stream or a
+// tensor (`call_module`). Whatever is out of the ordinary returns None before anything is done, and
+// whoever called goes on in Python. Compiled and cached by Triton's own builder, which needs the
+// same compiler; without one the Python does it all.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -14,7 +15,8 @@
 #define GLOBALS(X)                                                                             \
     X(is_grad_enabled) X(any_function_mode) X(function_modes) X(current_device)                \
     X(current_stream) X(empty)                                                                 \
-    X(counters) X(forward_ad) X(data_ptr) X(is_contiguous) X(numel) X(slot) X(global_hooks)    \
+    X(counters) X(forward_ad) X(data_ptr) X(is_contiguous) X(numel) X(get_device) X(slot)      \
+    X(global_hooks)                                                                            \
     X(stream_type) X(call_type) X(block_type) X(handed_type) X(tensor_type) X(closed)          \
     X(floats) X(is_cuda) X(dispatch_modes) X(transforms) X(jit_trace) X(any_autocast)          \
     X(is_inference) X(saves_are_watched) X(drop_held) X(forget) X(leave_block) X(give_up)      \
@@ -35,7 +37,7 @@ GLOBALS(DECLARE)
 #define DECLARE_STRING(name) static PyObject *s_##name;
 STRINGS(DECLARE_STRING)
 
-enum { INPUTS = 4, OUTPUTS = 4, GRID_AND_STREAM = 4, MISALIGNED = 15 };
+enum { INPUTS = 4, GRID_AND_STREAM = 4, MISALIGNED = 15 };
 
 typedef struct {
     PyObject_HEAD
@@ -163,43 +165,53 @@ static PyObject *call_training(Caller *self, PyObject *const *inputs, PyObject *
     return Py_BuildValue("(NO)", outputs, Py_None);
 }
 
+// Launch a grid of x by y programs; what lies between the head and the tail is borrowed. -1: failed.
+static int launch_kernel(PyObject *launch, long long x, long long y, PyObject *stream,
+                         PyObject *head, PyObject *const *varying, Py_ssize_t n, PyObject *tail) {
+    Py_ssize_t n_head = PyTuple_GET_SIZE(head), n_tail = PyTuple_GET_SIZE(tail), at = 0;
+    PyObject *arguments = PyTuple_New(GRID_AND_STREAM + n_head + n + n_tail);
+    if (arguments == NULL) return -1;
+#define PUT_NEXT(object) PyTuple_SET_ITEM(arguments, at++, object)
+    PUT_NEXT(PyLong_FromLongLong(x));
+    PUT_NEXT(PyLong_FromLongLong(y));
+    PUT_NEXT(PyLong_FromLong(1));
+    PUT_NEXT(Py_NewRef(stream));
+    for (Py_ssize_t i = 0; i < n_head; i++) PUT_NEXT(Py_NewRef(PyTuple_GET_ITEM(head, i)));
+    for (Py_ssize_t i = 0; i < n; i++) PUT_NEXT(Py_NewRef(varying[i]));
+    for (Py_ssize_t i = 0; i < n_tail; i++) PUT_NEXT(Py_NewRef(PyTuple_GET_ITEM(tail, i)));
+#undef PUT_NEXT
+    PyObject *launched = PyErr_Occurred() ? NULL : PyObject_Call(launch, arguments, NULL);
+    Py_DECREF(arguments);
+    Py_XDECREF(launched);
+    return launched == NULL ? -1 : 0;
+}
+
+static PyObject *stream_of(Py_ssize_t device) {
+    PyObject *number = PyLong_FromSsize_t(device);
+    PyObject *stream = number == NULL ? NULL : call1(current_stream, number);
+    Py_XDECREF(number);
+    return stream;
+}
+
 static PyObject *call_inference(Caller *self, PyObject *x, PyObject *const *pointers,
                                 long long n_rows) {
     PyObject *y = NULL, *summed = NULL, *y_ptr = NULL, *sum_ptr = NULL, *stream = NULL;
-    PyObject *shape = NULL, *result = NULL, *arguments = NULL;
+    PyObject *shape = NULL, *result = NULL, *rows = NULL;
     PyObject *size = PyObject_GetAttr(x, s_shape), *strides = NULL;
     if (size == NULL) goto done;
     shape = PyTuple_GetSlice(size, 0, PyTuple_GET_SIZE(size));  // a tuple, no subclass of it
     strides = shape == NULL ? NULL : contiguous_strides(shape);
     if (strides == NULL || allocate(shape, strides, self->y_dtype, &y, &y_ptr) < 0) goto done;
     if (self->adds && allocate(shape, strides, self->sum_dtype, &summed, &sum_ptr) < 0) goto done;
-    PyObject *device = PyLong_FromSsize_t(self->device);
-    stream = device == NULL ? NULL : call1(current_stream, device);
-    Py_XDECREF(device);
-    if (stream == NULL) goto done;
-
-    Py_ssize_t n_head = PyTuple_GET_SIZE(self->head), n_tail = PyTuple_GET_SIZE(self->tail);
-    Py_ssize_t at = 0;
-    arguments = PyTuple_New(GRID_AND_STREAM + n_head + INPUTS + OUTPUTS + 1 + n_tail);
-    if (arguments == NULL) goto done;
-#define PUT_NEXT(object) PyTuple_SET_ITEM(arguments, at++, object)
-    PUT_NEXT(PyLong_FromLongLong((n_rows + self->block_rows - 1) / self->block_rows));
-    PUT_NEXT(PyLong_FromLong(1));
-    PUT_NEXT(PyLong_FromLong(1));
-    PUT_NEXT(Py_NewRef(stream));
-    for (Py_ssize_t i = 0; i < n_head; i++) PUT_NEXT(Py_NewRef(PyTuple_GET_ITEM(self->head, i)));
-    for (Py_ssize_t i = 0; i < INPUTS; i++) PUT_NEXT(Py_NewRef(pointers[i]));
-    PUT_NEXT(Py_NewRef(y_ptr));
-    PUT_NEXT(Py_NewRef(self->adds ? sum_ptr : Py_None));
-    PUT_NEXT(Py_NewRef(Py_None));  // no statistics
-    PUT_NEXT(Py_NewRef(Py_None));
-    PUT_NEXT(PyLong_FromLongLong(n_rows));
-    for (Py_ssize_t i = 0; i < n_tail; i++) PUT_NEXT(Py_NewRef(PyTuple_GET_ITEM(self->tail, i)));
-#undef PUT_NEXT
-    PyObject *launched = PyErr_Occurred() ? NULL : PyObject_Call(self->launch, arguments, NULL);
-    if (launched == NULL) goto done;
-    Py_DECREF(launched);
-    result = PyTuple_Pack(2, y, self->adds ? summed : Py_None);
+    stream = stream_of(self->device);
+    rows = PyLong_FromLongLong(n_rows);
+    if (stream == NULL || rows == NULL) goto done;
+    PyObject *varying[] = {pointers[0], pointers[1], pointers[2], pointers[3], y_ptr,
+                           self->adds ? sum_ptr : Py_None, Py_None, Py_None, rows};
+    long long programs = (n_rows + self->block_rows - 1) / self->block_rows;
+    if (launch_kernel(self->launch, programs, 1, stream, self->head, varying,
+                      sizeof varying / sizeof *varying, self->tail) == 0)
+        result = PyTuple_Pack(2, y, self->adds ? summed : Py_None);
 done:
     Py_XDECREF(size);
     Py_XDECREF(strides);
@@ -209,7 +221,7 @@ done:
     Py_XDECREF(y_ptr);
     Py_XDECREF(sum_ptr);
     Py_XDECREF(stream);
-    Py_XDECREF(arguments);
+    Py_XDECREF(rows);
     return result;
 }
 
@@ -296,6 +308,156 @@ static PyTypeObject CallerType = {
     .tp_new = caller_new,
     .tp_dealloc = caller_dealloc,
 };
+
+// --- the backward ------------------------------------------------------------------------------
+
+// The places in a `Plan` of fusedops/direct_backward.py, and those of the tensors that a call reads.
+enum { MAIN_LAUNCH, MAIN_HEAD, MAIN_TAIL, BLOCK_ROWS, MOST_PROGRAMS, SUM_LAUNCH, SUM_HEAD, SUM_TAIL,
+       GRID_X, GRID_Y, HOOKS, KEPT, PLANNED };
+enum { DY, DSUM, S, WEIGHT, MEAN, RSTD, READ };
+
+// Whether these tensors, None for those that are missing, are as the plan's kernels expect them.
+static int may_launch_backward(PyObject *plan, PyObject *const *given, long long *device) {
+    long long current;
+    if (given[DY] == Py_None || given[S] == Py_None || given[RSTD] == Py_None) return 0;
+    if (integer(call1(get_device, given[S]), device) < 0) return -1;
+    if (integer(call0(current_device), &current) < 0) return -1;
+    if (*device != current) return 0;
+    PyObject *hooks = PyTuple_GET_ITEM(plan, HOOKS), *shape = PyObject_GetAttr(given[S], s_shape);
+    int answer = shape == NULL ? -1 : 1;
+    for (int i = DY; answer == 1 && i <= WEIGHT; i++) {
+        if (given[i] == Py_None) continue;
+        answer = is_object(call1(is_contiguous, given[i]), Py_True);
+        if (answer != 1 || i == S || i == WEIGHT) continue;
+        PyObject *other = PyObject_GetAttr(given[i], s_shape);
+        answer = other == NULL ? -1 : PyObject_RichCompareBool(shape, other, Py_EQ);
+        Py_XDECREF(other);
+    }
+    Py_XDECREF(shape);
+    if (answer != 1) return answer;
+    answer = has_hooks(hooks, s_launch_enter_hook);
+    if (answer == 0) answer = has_hooks(hooks, s_launch_exit_hook);
+    return answer < 0 ? -1 : !answer;
+}
+
+// A new gradient of the columns and its partial sums, and their pointers; none where dtype is None.
+static int allocate_columns(PyObject *dtype, PyObject *sums_dtype, long long programs,
+                            long long n_cols, PyObject **tensors, PyObject **pointers) {
+    for (int i = 0; i < 2; i++) {
+        if (dtype == Py_None) {
+            tensors[i] = Py_NewRef(Py_None);
+            pointers[i] = Py_NewRef(Py_None);
+            continue;
+        }
+        PyObject *shape = i == 0 ? Py_BuildValue("(L)", n_cols)
+                                 : Py_BuildValue("(LL)", programs, n_cols);
+        PyObject *strides = shape == NULL ? NULL : contiguous_strides(shape);
+        int answer = strides == NULL ? -1
+                                     : allocate(shape, strides, i == 0 ? dtype : sums_dtype,
+                                                &tensors[i], &pointers[i]);
+        Py_XDECREF(shape);
+        Py_XDECREF(strides);
+        if (answer < 0) return -1;
+    }
+    return 0;
+}
+
+static PyObject *new_like(PyObject *tensor, PyObject **pointer) {
+    PyObject *size = PyObject_GetAttr(tensor, s_shape), *dtype = PyObject_GetAttr(tensor, s_dtype);
+    PyObject *shape = size == NULL ? NULL : PyTuple_GetSlice(size, 0, PyTuple_GET_SIZE(size));
+    PyObject *strides = shape == NULL ? NULL : contiguous_strides(shape), *made = NULL;
+    if (strides != NULL && dtype != NULL) allocate(shape, strides, dtype, &made, pointer);
+    Py_XDECREF(size);
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+    return made;
+}
+
+static long long number_in(PyObject *plan, int index) {
+    return PyLong_AsLongLong(PyTuple_GET_ITEM(plan, index));
+}
+
+// (plan, wanted, dy, dsum, s, weight, mean, rstd) -> (ds, dweight, dbias), or None.
+static PyObject *launch_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2 + READ || !PyTuple_Check(args[0]) || PyTuple_GET_SIZE(args[0]) != PLANNED ||
+        !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != 3) {
+        PyErr_SetString(PyExc_TypeError, "expected a plan, what is wanted, and six tensors");
+        return NULL;
+    }
+    PyObject *plan = args[0], *wanted = args[1], *const *given = args + 2;
+    long long device, n_rows, n_elements;
+    int answer = may_launch_backward(plan, given, &device);
+    if (answer < 0) return NULL;
+    if (answer == 0) Py_RETURN_NONE;
+
+    // ds, and of dweight and dbias the gradient and its partial sums.
+    PyObject *read[READ] = {NULL}, *ds = NULL, *ds_ptr = NULL, *result = NULL, *stream = NULL;
+    PyObject *columns[4] = {NULL}, *pointers[4] = {NULL}, *sums_dtype = NULL, *rows = NULL;
+    PyObject *programs_object = NULL;
+    unsigned long long bits = 0;
+    for (int i = 0; i < READ; i++) {
+        read[i] = given[i] == Py_None ? Py_NewRef(Py_None) : call1(data_ptr, given[i]);
+        if (read[i] == NULL) goto done;
+        if (given[i] != Py_None) bits |= PyLong_AsUnsignedLongLongMask(read[i]);
+    }
+    if (integer(call1(numel, given[RSTD]), &n_rows) < 0) goto done;
+    if (integer(call1(numel, given[S]), &n_elements) < 0) goto done;
+    if (bits & MISALIGNED || n_rows <= 0 || n_rows > INT_MAX) {
+        result = Py_NewRef(Py_None);
+        goto done;
+    }
+    long long block_rows = number_in(plan, BLOCK_ROWS), most = number_in(plan, MOST_PROGRAMS);
+    long long programs = (n_rows + block_rows - 1) / block_rows, n_cols = n_elements / n_rows;
+    if (programs > most) programs = most;
+    sums_dtype = PyObject_GetAttr(given[RSTD], s_dtype);
+    stream = stream_of((Py_ssize_t)device);
+    rows = PyLong_FromLongLong(n_rows);
+    programs_object = PyLong_FromLongLong(programs);
+    if (sums_dtype == NULL || stream == NULL || rows == NULL || programs_object == NULL) goto done;
+    if (PyTuple_GET_ITEM(wanted, 0) == Py_True) {
+        ds = new_like(given[S], &ds_ptr);
+        if (ds == NULL || ds_ptr == NULL) goto done;
+    } else {
+        ds = Py_NewRef(Py_None);
+        ds_ptr = Py_NewRef(Py_None);
+    }
+    // Partial sums are used up before anything else of this stream can be given their memory.
+    for (int i = 0; i < 2; i++)
+        if (allocate_columns(PyTuple_GET_ITEM(wanted, 1 + i), sums_dtype, programs, n_cols,
+                             columns + 2 * i, pointers + 2 * i) < 0)
+            goto done;
+    PyObject *varying[] = {read[S], read[DY], read[DSUM], read[WEIGHT], read[MEAN], read[RSTD],
+                           ds_ptr, pointers[1], pointers[3], pointers[0], pointers[2], rows};
+    if (launch_kernel(PyTuple_GET_ITEM(plan, MAIN_LAUNCH), programs, 1, stream,
+                      PyTuple_GET_ITEM(plan, MAIN_HEAD), varying,
+                      sizeof varying / sizeof *varying, PyTuple_GET_ITEM(plan, MAIN_TAIL)) < 0)
+        goto done;
+    if (programs > 1 && PyTuple_GET_ITEM(plan, SUM_LAUNCH) != Py_None) {
+        PyObject *summed[] = {pointers[1], pointers[3], pointers[0], pointers[2], programs_object};
+        if (launch_kernel(PyTuple_GET_ITEM(plan, SUM_LAUNCH), number_in(plan, GRID_X),
+                          number_in(plan, GRID_Y), stream, PyTuple_GET_ITEM(plan, SUM_HEAD),
+                          summed, sizeof summed / sizeof *summed,
+                          PyTuple_GET_ITEM(plan, SUM_TAIL)) < 0)
+            goto done;
+    }
+    result = PyTuple_Pack(3, ds, columns[0], columns[2]);
+done:
+    for (int i = 0; i < READ; i++) Py_XDECREF(read[i]);
+    for (int i = 0; i < 4; i++) {
+        Py_XDECREF(columns[i]);
+        Py_XDECREF(pointers[i]);
+    }
+    Py_XDECREF(ds);
+    Py_XDECREF(ds_ptr);
+    Py_XDECREF(stream);
+    Py_XDECREF(rows);
+    Py_XDECREF(programs_object);
+    Py_XDECREF(sums_dtype);
+    return result;
+}
+
+// --- modules ------------------------------------------------------------------------------------
 
 // Whether a dictionary of this name in another has anything in it, or is not there.
 static int has_any(PyObject *dict, PyObject *name) {
@@ -1034,6 +1196,7 @@ static PyObject *configure(PyObject *unused, PyObject *args, PyObject *kwargs) {
 }
 
 static PyMethodDef methods[] = {
+    {"launch_backward", (PyCFunction)(void (*)(void))launch_backward, METH_FASTCALL, NULL},
     {"configure", (PyCFunction)(void (*)(void))configure, METH_VARARGS | METH_KEYWORDS, NULL},
     {"is_hooked", module_is_hooked, METH_O, NULL},
     {"ready_norm", (PyCFunction)(void (*)(void))ready_norm, METH_FASTCALL, NULL},

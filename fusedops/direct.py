@@ -210,11 +210,12 @@ NATIVE = os.environ.get("FUSEDOPS_NATIVE", "1") not in ("", "0")
 
 call_module: Any = None
 is_hooked: Any = None
+launch_backward: Any = None
 ready_norm: Any = None
 run_block: Any = None
-"""direct.c's functions of these names once it is loaded, for patched norms and blocks."""
+"""direct.c's functions of these names once it is loaded: the backward, patched norms and blocks."""
 
-EXPORTED = ("call_module", "is_hooked", "ready_norm", "run_block")
+EXPORTED = ("call_module", "is_hooked", "launch_backward", "ready_norm", "run_block")
 
 asked: dict[str, Any] = {
     "is_grad_enabled": _is_grad_enabled,
@@ -228,6 +229,7 @@ asked: dict[str, Any] = {
     "data_ptr": Tensor.data_ptr,
     "is_contiguous": Tensor.is_contiguous,
     "numel": Tensor.numel,
+    "get_device": Tensor.get_device,
 }
 """What the C asks, by name."""
 

@@ -8,29 +8,37 @@ have the shape and dtype of what they are gradients of, and whoever asks, that k
 them. Anything else returns None before anything is allocated.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedops import direct, dispatch
 
-__all__ = ["Gradients", "Plan", "gradients", "remember"]
+__all__ = ["Gradients", "Plan", "Wanted", "gradients", "launch_backward", "remember"]
+
+Wanted = tuple[bool, torch.dtype | None, torch.dtype | None]
+"""Whether ds is wanted, and the dtypes of dweight and dbias, None where these are not."""
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """ds, dweight and dbias; None for those that are not wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How to launch the backward of one kind of call."""
+class Plan(NamedTuple):
+    """How to launch the backward of one kind of call; direct.c knows the places of its parts."""
 
-    main: direct.Kernel
-    reduction: direct.Kernel | None  # None: no weight gradient is wanted
-    reduction_grid: tuple[int, ...]  # column blocks, weight gradients
+    main_launch: Any
+    main_head: tuple[Any, ...]
+    main_tail: tuple[Any, ...]
+    block_rows: int
     most_programs: int
+    sum_launch: Any  # of the kernel that adds up partial sums; None: no such gradient is wanted
+    sum_head: tuple[Any, ...]
+    sum_tail: tuple[Any, ...]
+    sum_grid_x: int
+    sum_grid_y: int
     hooks: Any  # Triton's settings, where a profiler would hook itself in
+    kept: tuple[Any, ...]  # compiled kernels: their destructors unload the modules
 
 
 _plans: dict[tuple[Any, ...], Plan | None] = {}  # None: there is no such plan
@@ -43,7 +51,7 @@ def _key(
     weight: Tensor | None,
     mean: Tensor | None,
     weight_offset: float,
-    wanted: tuple[Any, ...],
+    wanted: Wanted,
 ) -> tuple[Any, ...]:
     return (
         s.dtype,
@@ -66,96 +74,64 @@ def gradients(
     mean: Tensor | None,
     rstd: Tensor,
     weight_offset: float,
-    wanted: tuple[bool, torch.dtype | None, torch.dtype | None],
+    wanted: Wanted,
 ) -> Gradients | None:
-    """The gradients of a norm of the rows ``s``, or None where there is no plan that fits.
-
-    ``wanted``: whether ds is, and the dtypes of dweight and dbias, None where they are not.
-    """
+    """The gradients of a norm of the rows ``s``, or None where there is no plan that fits."""
     plan = _plans.get(_key(dy, dsum, s, weight, mean, weight_offset, wanted))
     if plan is None:
         return None
-    hooks = plan.hooks
+    launch = direct.launch_backward or launch_backward
+    found: Gradients | None = launch(plan, wanted, dy, dsum, s, weight, mean, rstd)
+    return found
+
+
+def launch_backward(
+    plan: Plan,
+    wanted: Wanted,
+    dy: Tensor,
+    dsum: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+) -> Gradients | None:
+    """The gradients, by the plan's kernels; None where they do not fit. Once more in direct.c."""
+    device, shape, hooks = s.get_device(), s.shape, plan.hooks
     if (
-        s.get_device() != direct._current_device()
-        or not s.is_contiguous()
-        or not dy.is_contiguous()
-        or dy.shape != s.shape
+        device != direct._current_device()
+        or not (s.is_contiguous() and dy.is_contiguous())
+        or dy.shape != shape
+        or not (dsum is None or (dsum.is_contiguous() and dsum.shape == shape))
+        or not (weight is None or weight.is_contiguous())
         or getattr(hooks.launch_enter_hook, "calls", True)  # or set to a function
         or getattr(hooks.launch_exit_hook, "calls", True)
     ):
         return None
-    dsum_ptr = weight_ptr = mean_ptr = None
-    s_ptr, dy_ptr, rstd_ptr = s.data_ptr(), dy.data_ptr(), rstd.data_ptr()
-    bits = s_ptr | dy_ptr | rstd_ptr
-    if dsum is not None:
-        if not dsum.is_contiguous() or dsum.shape != s.shape:
-            return None
-        dsum_ptr = dsum.data_ptr()
-        bits |= dsum_ptr
-    if weight is not None:
-        if not weight.is_contiguous():
-            return None
-        weight_ptr = weight.data_ptr()
-        bits |= weight_ptr
-    if mean is not None:
-        mean_ptr = mean.data_ptr()
-        bits |= mean_ptr
-    n_rows, n_cols = rstd.shape[0], s.shape[-1]
-    if bits & 15 or not 0 < n_rows < 2**31:
+    read = [None if t is None else t.data_ptr() for t in (s, dy, dsum, weight, mean, rstd)]
+    n_rows, n_cols = rstd.shape[0], shape[-1]
+    if any(pointer and pointer & 15 for pointer in read) or not 0 < n_rows < 2**31:
         return None
+    programs = min(-(-n_rows // plan.block_rows), plan.most_programs)
 
-    main = plan.main
-    programs = min(-(-n_rows // main.block_rows), plan.most_programs)
-    empty, vector = direct._empty, (n_cols,)
-    needs_ds, dweight_dtype, dbias_dtype = wanted
-    ds = dweight = dbias = None
-    ds_ptr = dweight_ptr = dbias_ptr = dweight_sums_ptr = dbias_sums_ptr = None
-    if needs_ds:
-        shape = tuple(s.shape)
-        ds = empty(shape, direct._contiguous(shape), s.dtype)
-        ds_ptr = ds.data_ptr()
+    def empty(shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[Any, int | None]:
+        """A tensor and its pointer, None for both without a dtype."""
+        if dtype is None:
+            return None, None
+        made = direct._empty(shape, direct._contiguous(shape), dtype)
+        return made, made.data_ptr()
+
+    needs_ds, *dtypes = wanted
+    ds, ds_ptr = empty(tuple(shape), s.dtype if needs_ds else None)
+    (dweight, dweight_ptr), (dbias, dbias_ptr) = (empty((n_cols,), dtype) for dtype in dtypes)
     # Partial sums are used up before anything else of this stream can be given their memory.
-    if dweight_dtype is not None:
-        dweight = empty(vector, (1,), dweight_dtype)
-        dweight_ptr = dweight.data_ptr()
-        dweight_sums = empty((programs, n_cols), (n_cols, 1), rstd.dtype)
-        dweight_sums_ptr = dweight_sums.data_ptr()
-    if dbias_dtype is not None:
-        dbias = empty(vector, (1,), dbias_dtype)
-        dbias_ptr = dbias.data_ptr()
-        dbias_sums = empty((programs, n_cols), (n_cols, 1), rstd.dtype)
-        dbias_sums_ptr = dbias_sums.data_ptr()
-    sums = (dweight_sums_ptr, dbias_sums_ptr, dweight_ptr, dbias_ptr)
-    stream = direct._current_stream(s.get_device())
-    main.launch(
-        programs,
-        1,
-        1,
-        stream,
-        *main.head,
-        s_ptr,
-        dy_ptr,
-        dsum_ptr,
-        weight_ptr,
-        mean_ptr,
-        rstd_ptr,
-        ds_ptr,
-        *sums,
-        n_rows,
-        *main.tail,
-    )
-    reduction = plan.reduction
-    if reduction is not None and programs > 1:
-        reduction.launch(
-            *plan.reduction_grid,
-            1,
-            stream,
-            *reduction.head,
-            *sums,
-            programs,
-            *reduction.tail,
-        )
+    sums = [empty((programs, n_cols), None if d is None else rstd.dtype) for d in dtypes]
+    columns = (sums[0][1], sums[1][1], dweight_ptr, dbias_ptr)
+    stream = direct._current_stream(device)
+    start = (1, stream, *plan.main_head, *read, ds_ptr)
+    plan.main_launch(programs, 1, *start, *columns, n_rows, *plan.main_tail)
+    if programs > 1 and plan.sum_launch is not None:
+        grid = (plan.sum_grid_x, plan.sum_grid_y, 1)
+        plan.sum_launch(*grid, stream, *plan.sum_head, *columns, programs, *plan.sum_tail)
     return ds, dweight, dbias
 
 
@@ -167,7 +143,7 @@ def remember(
     mean: Tensor | None,
     rstd: Tensor,
     weight_offset: float,
-    wanted: tuple[bool, torch.dtype | None, torch.dtype | None],
+    wanted: Wanted,
 ) -> None:
     """Make the plan for backwards like this one, which the general way has just served."""
     key = _key(dy, dsum, s, weight, mean, weight_offset, wanted)
@@ -195,7 +171,7 @@ def _plan(
     mean: Tensor | None,
     rstd: Tensor,
     weight_offset: float,
-    wanted: tuple[bool, torch.dtype | None, torch.dtype | None],
+    wanted: Wanted,
 ) -> Plan | None:
     import triton
 
@@ -228,15 +204,13 @@ def _plan(
     )
     if [call.kernel for call in prepared.calls] != [norm_backward_kernel]:
         return None  # each call of the others needs memory of its own, or more launches
-    reduction: direct.Kernel | None = None
-    grid: tuple[int, ...] = ()
-    if prepared.reduction is not None:
-        reduction = direct.compile_call(prepared.reduction, "n_partials")
-        grid = prepared.reduction.grid
-    return Plan(
-        main=direct.compile_call(prepared.calls[0], "n_rows"),
-        reduction=reduction,
-        reduction_grid=grid,
-        most_programs=prepared.most_programs,
-        hooks=triton.knobs.runtime,
-    )
+    main = direct.compile_call(prepared.calls[0], "n_rows")
+    start = (main.launch, main.head, main.tail, main.block_rows, prepared.most_programs)
+    hooks = triton.knobs.runtime
+    direct.load_native()
+    if prepared.reduction is None:
+        return Plan(*start, None, (), (), 0, 0, hooks, (main.compiled,))
+    sums = direct.compile_call(prepared.reduction, "n_partials")
+    grid_x, grid_y = prepared.reduction.grid
+    kept = (main.compiled, sums.compiled)
+    return Plan(*start, sums.launch, sums.head, sums.tail, grid_x, grid_y, hooks, kept)

@@ -4,7 +4,9 @@
 That the compiled kernels are launched right is what the GPU tests of test_cases.py show.
 """
 
+import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedops import autograd, direct, direct_backward, dispatch
+from fusedops.direct_backward import Wanted
 
 ROWS, H = 150, 48
 FP16, FP32 = torch.float16, torch.float32
@@ -61,10 +64,15 @@ class Interpreted:
         return call, ("head",)
 
 
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
+@pytest.fixture(params=["python", "c"])
+def interpreted(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Interpreted]:
     """CPU tensors, which report device -1, are taken for those of a GPU; there are no plans."""
     stand_in = Interpreted()
+    native = direct.load_native()
+    if request.param == "c" and native is None:
+        pytest.skip("direct.c cannot be compiled here")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(
         interpreter.InterpretedFunction, "warmup", lambda kernel, *a, **b: kernel, raising=False
@@ -75,10 +83,14 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Interpreted:
     monkeypatch.setattr(direct, "_current_stream", lambda device: 7)
     monkeypatch.setattr(direct, "is_launched_as_tested", lambda: True)
     monkeypatch.setattr(direct_backward, "_plans", {})
-    return stand_in
-
-
-Wanted = tuple[bool, torch.dtype | None, torch.dtype | None]
+    function = None if native is None or request.param == "python" else native.launch_backward
+    monkeypatch.setattr(direct, "launch_backward", function)
+    if function is not None:
+        replaced = ("current_device", "current_stream", "empty")
+        native.configure(**{name: getattr(direct, f"_{name}") for name in replaced})
+    yield stand_in
+    if function is not None:
+        native.configure(**direct.asked)
 
 
 def saved(rows: int = ROWS, *, centered: bool = True, adds: bool = True) -> list[Any]:
@@ -132,7 +144,7 @@ def test_the_same_bits_as_by_the_general_way(
         assert (a is None) == (b is None)
         assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
     # Tiles have 64 rows; the interpreter has up to three programs.
-    summed = rows > plan_for(arguments, wanted).main.block_rows and any(wanted[1:])
+    summed = rows > plan_for(arguments, wanted).block_rows and any(wanted[1:])
     assert interpreted.made[:2] == [
         "norm_backward_kernel", *["reduce_partials_kernel"] * summed
     ]  # fmt: skip
@@ -190,7 +202,11 @@ def test_what_does_not_fit_is_not_launched(
         hook.calls.clear()
     with monkeypatch.context() as patched:
         patched.setattr(direct, "_current_device", lambda: 1)
+        if direct.launch_backward is not None:
+            direct.load_native().configure(current_device=lambda: 1)
         assert direct_backward.gradients(*arguments, wanted) is None
+    if direct.launch_backward is not None:
+        direct.load_native().configure(current_device=direct._current_device)
     assert interpreted.made == []
     assert direct_backward.gradients(*arguments, wanted) is not None
 
@@ -210,6 +226,8 @@ def plannable(interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None
     """`remember` takes CPU tensors for those of a GPU."""
     monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
     monkeypatch.setattr(direct, "_current_device", lambda: 0)
+    if direct.launch_backward is not None:
+        direct.load_native().configure(current_device=lambda: 0, get_device=lambda _: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -272,3 +290,37 @@ def test_nothing_is_remembered_while_a_graph_is_captured(
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     direct_backward.remember(*saved(), (True, FP16, None))
     assert direct_backward._plans == {}
+
+
+def test_errors_come_through_and_nothing_leaks(interpreted: Interpreted) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise RuntimeError("no launch")
+
+    wanted, arguments = (True, FP16, FP32), saved()
+    plan = plan_for(arguments, wanted)
+    tensors = [t for t in arguments if isinstance(t, Tensor)]
+    watched = [*tensors, plan, plan.main_head, plan.main_tail, wanted, FP16]
+    interpreted.know(*tensors)
+    launch_backward = direct.launch_backward or direct_backward.launch_backward
+    given = arguments[:-1]
+
+    def calls() -> None:
+        assert launch_backward(plan, wanted, *given) is not None
+        assert launch_backward(plan, wanted, given[0].t(), *given[1:]) is None
+        for broken in ("main_launch", "sum_launch"):
+            with pytest.raises(RuntimeError, match="no launch"):
+                launch_backward(plan._replace(**{broken: refuse}), wanted, *given)
+
+    def counts() -> list[int]:
+        interpreted.known = {t.data_ptr(): t for t in tensors}  # and no results any more
+        return [sys.getrefcount(one) for one in watched]
+
+    calls()
+    before = counts()
+    for _ in range(5):
+        calls()
+    assert counts() == before
+    if direct.launch_backward is not None:
+        for wrong in ((), (plan,), (1, 2, 3, 4, 5, 6, 7, 8), (plan, wanted, 1, 2, 3, 4, 5, 6)):
+            with pytest.raises(TypeError):
+                launch_backward(*wrong)
