@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots and the README's tables, from the files of run.py, launch.py, traffic.py and e2e.py.
+"""Plots and the README's tables, from the result files of the other scripts here.
 
     python bench/plot.py            draw bench/results/*.svg, and rewrite the tables
     python bench/plot.py --check    fail unless they are what the files give
@@ -28,7 +28,7 @@ NAMES = {
 }
 PACKAGES = {"liger": "liger-kernel", "quack": "quack-kernels", "flash": "flash-attn"}
 OPERATORS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
-BENCHMARKS = ("models", "norms", "launch", "traffic")  # in the README's order
+BENCHMARKS = ("models", "fidelity", "norms", "launch", "traffic")  # in the README's order
 MODELS = {
     "llama-1b": "Llama 1B", "llama-8b": "Llama 8B", "gpt2-small": "GPT-2 small",
     "gpt2-xl": "GPT-2 XL", "qwen3-0.6b": "Qwen3 0.6B", "gemma2-2b": "Gemma 2 2B",
@@ -244,13 +244,54 @@ def models_text(content, link):
     return f"{text}\n\n{table(head, body)}"
 
 
+def fidelity_text(content, link):
+    body, sentences = [], []
+    for line in content["rows"]:
+        perplexity, kl, top1 = line["perplexity"], line["kl_mean"], line["top1"]
+        ratio = line["distance_ratio"]
+        body.append(
+            [f"{line['model']}, {line['dtype']}"]
+            + [f"{perplexity[name]:.4f}" for name in ("fp32", "unpatched", "patched")]
+            + [f"{kl[name]:.2g}" if kl[name] is not None else "–"
+               for name in ("unpatched_to_fp32", "patched_to_fp32", "patched")]
+            + [f"{top1[name]:.2%}" if top1[name] is not None else "–"
+               for name in ("unpatched_to_fp32", "patched_to_fp32", "patched")]
+            + ["–" if ratio is None else f"{ratio:.4f}"]
+        )  # fmt: skip
+        if "losses" in line:
+            losses = {name: last(values) for name, values in line["losses"].items()}
+            sentences.append(
+                f"Trained for {len(line['losses']['unpatched'])} steps in {line['dtype']} the mean "
+                f"loss of the last ones is {losses['unpatched']:.4f} unpatched, "
+                f"{losses['patched']:.4f} patched, and {losses['nudged']:.4f} unpatched with one "
+                "weight changed by one unit in the last place "
+                f"([{link.with_suffix('.svg').name}](bench/results/{link.with_suffix('.svg').name}))."
+            )
+    tokens = content["rows"][0]["tokens"]
+    text = (
+        f"Real weights on {tokens} tokens of real text: perplexity, mean KL divergence in nats and "
+        "agreement of the first token between two of the model in fp32, unpatched (u) and patched "
+        "(p), and the distance of the patched model's logits to fp32 over the unpatched one's "
+        f"([{link.name}](bench/results/{link.name})):"
+    )
+    head = ["", "perplexity, fp32", "u", "p", "KL, u to fp32", "p to fp32", "p to u",
+            "first token, u and fp32", "p and fp32", "p and u", "distance"]  # fmt: skip
+    return "\n\n".join([text, table(head, body), *sentences])
+
+
+def last(losses):
+    """The mean of the last tenth."""
+    chosen = losses[-max(1, len(losses) // 10) :]
+    return sum(chosen) / len(chosen)
+
+
 def readme_text(text, found):
     """README.md with the part between the markers replaced."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"README: expected the markers {BEGIN} and {END}")
-    makers = (models_text, norms_text, launch_text, traffic_text)
+    makers = (models_text, fidelity_text, norms_text, launch_text, traffic_text)
     order = BENCHMARKS.index
     ordered = sorted(found.items(), key=lambda item: (order(item[1]["benchmark"]), item[0]))
     parts = [makers[order(content["benchmark"])](content, path) for path, content in ordered]
@@ -304,6 +345,46 @@ def draw(content, path):
     pyplot.close(figure)
 
 
+def draw_losses(content, path):
+    """Losses over each other, and how far they lie from the unpatched model's."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fusedops"})
+    line = next(line for line in content["rows"] if "losses" in line)
+    losses = line["losses"]
+    figure, (curves, apart) = pyplot.subplots(1, 2, figsize=(11, 4))
+    styles = {"unpatched": ("-", 3.0), "patched": ("-", 1.2), "nudged": (":", 1.2)}
+    for name, (style, width) in styles.items():
+        curves.plot(losses[name], style, linewidth=width, label=name)
+        if name != "unpatched":
+            difference = [
+                abs(a - b) for a, b in zip(losses[name], losses["unpatched"], strict=True)
+            ]
+            apart.plot(difference, style, linewidth=width, label=f"{name} - unpatched")
+    curves.set_ylabel("loss")
+    apart.set_ylabel("|difference of the losses|")
+    for panel in (curves, apart):
+        panel.set_xlabel("step")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=8)
+    title = f"{line['model']}, {line['dtype']}, AdamW, {content['runs'][-1]['gpu']}"
+    figure.suptitle(title, fontsize=10)
+    figure.tight_layout()
+    metadata = {"Date": None, "Description": f"rows {digest(content)}"}
+    figure.savefig(path, metadata=metadata)
+    pyplot.close(figure)
+
+
+def plot_of(content):
+    """What draws the file's plot, or None."""
+    if content["benchmark"] == "fidelity":
+        return draw_losses if any("losses" in line for line in content["rows"]) else None
+    return draw if content["benchmark"] == "norms" else None
+
+
 def stale(folder, readme):
     """What is not as the files give it."""
     found = results(folder)
@@ -311,7 +392,7 @@ def stale(folder, readme):
     problems = [] if readme_text(text, found) == text else [f"{readme.name}: the tables"]
     for path, content in found.items():
         plot = path.with_suffix(".svg")
-        if content["benchmark"] == "norms" and not (
+        if plot_of(content) and not (
             plot.exists() and f"rows {digest(content)}" in plot.read_text()
         ):
             problems.append(plot.name)
@@ -329,8 +410,8 @@ def main(arguments=None):
         return f"python bench/plot.py would change {', '.join(problems)}" if problems else 0
     found = results(options.results)
     for path, content in found.items():
-        if content["benchmark"] == "norms":
-            draw(content, path.with_suffix(".svg"))
+        if drawn := plot_of(content):
+            drawn(content, path.with_suffix(".svg"))
     options.readme.write_text(readme_text(options.readme.read_text(), found))
     return 0
 

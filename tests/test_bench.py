@@ -14,7 +14,8 @@ import torch
 from tiny_models import build_llama
 
 from fusedops import dispatch
-from fusedops.integrations import timing
+from fusedops.integrations import load, timing
+from fusedops.integrations.loading import ByteTokenizer
 from fusedops.integrations.stream import BLOCK
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +44,7 @@ class ClockStub:
 def bench() -> Any:
     """The scripts as modules: they import each other by name, as scripts of one folder do."""
     sys.path.insert(0, str(ROOT / "bench"))
-    names = ("run", "record", "providers", "launch", "plot", "traffic", "e2e")
+    names = ("run", "record", "providers", "launch", "plot", "traffic", "e2e", "fidelity")
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     sys.path.remove(str(ROOT / "bench"))
     for name in names:
@@ -387,6 +388,67 @@ def test_the_table_of_whole_models(bench: Any, tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="one benchmark"):
         bench.record.merge([content, content_of({})])
+
+
+# Real weights and text --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_text(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And patched models that run their own code: the interpreter takes too long."""
+    text = {"b": "the quick brown fox jumps over the lazy dog; " * 9, "a": "x" * 90}
+    monkeypatch.setattr(bench.fidelity.topics, "topics", text)
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+
+
+def test_text_is_cut_into_windows(bench: Any, short_text: None) -> None:
+    windows = bench.fidelity.text_windows(ByteTokenizer(), 2, 40)
+    assert windows.shape == (6, 2, 40)
+    assert bytes(windows.flatten().tolist()).startswith(b"x" * 90 + b"\n\nthe quick")
+
+
+def test_perplexity(bench: Any) -> None:
+    model = load("tiny-llama").model
+    ids = torch.randint(256, (3, 20))
+    with torch.no_grad():
+        expected = model(input_ids=ids, labels=ids).loss.exp().item()
+    assert bench.fidelity.perplexity(model, ids) == pytest.approx(expected, rel=1e-5)
+
+
+def test_fidelity_of_a_tiny_model(bench: Any, short_text: None, tmp_path: Path) -> None:
+    out = tmp_path / "h200-fidelity.json"
+    small = ["--sequences", "2", "--tokens", "32", "--steps", "12", "--device", "cpu"]
+    bench.fidelity.main(
+        ["--model", "tiny-llama", "--dtypes", "fp32", "bf16", "--out", str(out), *small]
+    )
+    content = json.loads(out.read_text())
+    full, half = content["rows"]
+    assert full["perplexity"]["fp32"] == full["perplexity"]["unpatched"]
+    assert half["perplexity"]["patched"] == pytest.approx(half["perplexity"]["fp32"], rel=0.05)
+    assert 0 < half["kl_mean"]["unpatched_to_fp32"] < 0.1
+    assert "losses" not in half
+    losses = full["losses"]
+    assert {name: len(values) for name, values in losses.items()} == {
+        "unpatched": 12, "patched": 12, "nudged": 12,
+    }  # fmt: skip
+    assert losses["unpatched"][-1] < losses["unpatched"][0]
+    assert losses["patched"] == losses["unpatched"]  # which here ran the same code
+    text = bench.plot.fidelity_text(content, out)
+    assert "| tiny-llama, bf16 | " in text
+    assert f"the mean loss of the last ones is {losses['unpatched'][-1]:.4f} unpatched" in text
+    bench.plot.plot_of(content)(content, tmp_path / "losses.svg")
+    assert f"rows {bench.plot.digest(content)}" in (tmp_path / "losses.svg").read_text()
+    assert bench.plot.plot_of({**content, "rows": [half]}) is None
+
+
+def test_a_nudge_is_one_unit_in_the_last_place(bench: Any) -> None:
+    model, other = (load("tiny-llama", torch.bfloat16).model for _ in range(2))
+    bench.fidelity.nudged(other)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    ((a, b),) = [(a, b) for a, b in pairs if not torch.equal(a, b)]
+    changed = (a != b).nonzero().tolist()
+    assert changed == [[0, 0]]
+    assert (a.view(torch.int16)[0, 0] - b.view(torch.int16)[0, 0]).abs() == 1
 
 
 # Bytes ------------------------------------------------------------------------------------------
