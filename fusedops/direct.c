@@ -42,10 +42,10 @@ enum { INPUTS = 4, GRID_AND_STREAM = 4, MISALIGNED = 15 };
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *check, *grad, *train, *hooks, *launch, *head, *tail, *y_dtype, *sum_dtype, *eps,
-        *spec, *plan;
+    PyObject *check, *grad, *train, *hooks, *launch, *head, *tail, *y_dtype, *sum_dtype,
+        *statistics, *eps, *spec, *plan;
     Py_ssize_t n_cols, block_rows, device;
-    int adds, has_weight, has_bias;
+    int adds, has_weight, has_bias, centered;
 } Caller;
 
 static PyObject *call0(PyObject *function) { return PyObject_Vectorcall(function, NULL, 0, NULL); }
@@ -154,7 +154,7 @@ static int allocate(PyObject *shape, PyObject *strides, PyObject *dtype, PyObjec
 
 static PyObject *call_training(Caller *self, PyObject *const *inputs, PyObject *const *pointers,
                                long long n_rows) {
-    PyObject *prepared = Py_BuildValue("(OL(OOOO))", self->plan, n_rows, pointers[0], pointers[1],
+    PyObject *prepared = Py_BuildValue("(OL(OOOO))", self, n_rows, pointers[0], pointers[1],
                                        pointers[2], pointers[3]);
     if (prepared == NULL) return NULL;
     PyObject *arguments[] = {inputs[0], inputs[1], inputs[2], inputs[3],
@@ -193,36 +193,76 @@ static PyObject *stream_of(Py_ssize_t device) {
     return stream;
 }
 
-static PyObject *call_inference(Caller *self, PyObject *x, PyObject *const *pointers,
-                                long long n_rows) {
-    PyObject *y = NULL, *summed = NULL, *y_ptr = NULL, *sum_ptr = NULL, *stream = NULL;
-    PyObject *shape = NULL, *result = NULL, *rows = NULL;
-    PyObject *size = PyObject_GetAttr(x, s_shape), *strides = NULL;
+// A new tensor of one number a row, and its pointer.
+static int allocate_statistics(PyObject *dtype, long long n_rows, PyObject **tensor,
+                               PyObject **pointer) {
+    PyObject *shape = Py_BuildValue("(L)", n_rows), *strides = Py_BuildValue("(i)", 1);
+    int answer = shape == NULL || strides == NULL
+                     ? -1 : allocate(shape, strides, dtype, tensor, pointer);
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+    return answer;
+}
+
+// (y, summed), and where the plan has statistics (y, summed, mean, rstd).
+static PyObject *run_forward(Caller *self, PyObject *x, PyObject *const *pointers,
+                             long long n_rows) {
+    enum { Y, SUM, MEAN_OF_ROW, RSTD_OF_ROW, MADE };
+    PyObject *made[MADE] = {NULL}, *made_ptr[MADE] = {NULL}, *stream = NULL, *rows = NULL;
+    PyObject *shape = NULL, *strides = NULL, *result = NULL, *size = PyObject_GetAttr(x, s_shape);
     if (size == NULL) goto done;
     shape = PyTuple_GetSlice(size, 0, PyTuple_GET_SIZE(size));  // a tuple, no subclass of it
     strides = shape == NULL ? NULL : contiguous_strides(shape);
-    if (strides == NULL || allocate(shape, strides, self->y_dtype, &y, &y_ptr) < 0) goto done;
-    if (self->adds && allocate(shape, strides, self->sum_dtype, &summed, &sum_ptr) < 0) goto done;
+    if (strides == NULL || allocate(shape, strides, self->y_dtype, &made[Y], &made_ptr[Y]) < 0)
+        goto done;
+    if (self->adds &&
+        allocate(shape, strides, self->sum_dtype, &made[SUM], &made_ptr[SUM]) < 0)
+        goto done;
+    int saves = self->statistics != Py_None;
+    for (int i = MEAN_OF_ROW; saves && i < MADE; i++)
+        if ((i == RSTD_OF_ROW || self->centered) &&
+            allocate_statistics(self->statistics, n_rows, &made[i], &made_ptr[i]) < 0)
+            goto done;
+    for (int i = 0; i < MADE; i++) {
+        if (made[i] != NULL) continue;
+        made[i] = Py_NewRef(Py_None);
+        made_ptr[i] = Py_NewRef(Py_None);
+    }
     stream = stream_of(self->device);
     rows = PyLong_FromLongLong(n_rows);
     if (stream == NULL || rows == NULL) goto done;
-    PyObject *varying[] = {pointers[0], pointers[1], pointers[2], pointers[3], y_ptr,
-                           self->adds ? sum_ptr : Py_None, Py_None, Py_None, rows};
+    PyObject *varying[] = {pointers[0], pointers[1], pointers[2], pointers[3], made_ptr[Y],
+                           made_ptr[SUM], made_ptr[MEAN_OF_ROW], made_ptr[RSTD_OF_ROW], rows};
     long long programs = (n_rows + self->block_rows - 1) / self->block_rows;
     if (launch_kernel(self->launch, programs, 1, stream, self->head, varying,
                       sizeof varying / sizeof *varying, self->tail) == 0)
-        result = PyTuple_Pack(2, y, self->adds ? summed : Py_None);
+        result = saves ? PyTuple_Pack(4, made[Y], made[SUM], made[MEAN_OF_ROW], made[RSTD_OF_ROW])
+                       : PyTuple_Pack(2, made[Y], made[SUM]);
 done:
+    for (int i = 0; i < MADE; i++) {
+        Py_XDECREF(made[i]);
+        Py_XDECREF(made_ptr[i]);
+    }
     Py_XDECREF(size);
     Py_XDECREF(strides);
     Py_XDECREF(shape);
-    Py_XDECREF(y);
-    Py_XDECREF(summed);
-    Py_XDECREF(y_ptr);
-    Py_XDECREF(sum_ptr);
     Py_XDECREF(stream);
     Py_XDECREF(rows);
     return result;
+}
+
+// `direct.launch`, which autograd's Function asks for with what `call_training` has prepared:
+// (x, n_rows, pointers) -> (y, summed, mean, rstd).
+static PyObject *caller_launch(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 3 || !PyTuple_Check(args[2]) || PyTuple_GET_SIZE(args[2]) != INPUTS) {
+        PyErr_SetString(PyExc_TypeError, "expected x, the number of rows and four pointers");
+        return NULL;
+    }
+    long long n_rows = PyLong_AsLongLong(args[1]);
+    if (n_rows == -1 && PyErr_Occurred()) return NULL;
+    PyObject *pointers[INPUTS];
+    for (int i = 0; i < INPUTS; i++) pointers[i] = PyTuple_GET_ITEM(args[2], i);
+    return run_forward((Caller *)object, args[0], pointers, n_rows);
 }
 
 // (x, residual, weight, bias) -> (y, summed), or None.
@@ -253,37 +293,40 @@ static PyObject *caller_vectorcall(PyObject *object, PyObject *const *inputs, si
     else if (self->train != Py_None)
         result = call_training(self, inputs, pointers, n_rows);
     else
-        result = call_inference(self, inputs[0], pointers, n_rows);
+        result = run_forward(self, inputs[0], pointers, n_rows);
 done:
     for (int i = 0; i < INPUTS; i++) Py_XDECREF(pointers[i]);
     return result;
 }
 
 static PyObject *caller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"check",  "grad",     "train",      "hooks",  "launch", "head",
-                            "tail",   "y_dtype",  "sum_dtype",  "eps",    "spec",   "plan",
-                            "n_cols", "block_rows", "device", "has_weight", "has_bias", NULL};
+    static char *names[] = {"check",  "grad",       "train",     "hooks",      "launch",
+                            "head",   "tail",       "y_dtype",   "sum_dtype",  "statistics",
+                            "eps",    "spec",       "plan",      "n_cols",     "block_rows",
+                            "device", "has_weight", "has_bias",  "centered",   NULL};
     if (!PyList_Check(counters) || !PyDict_Check(forward_ad)) {
         PyErr_SetString(PyExc_TypeError, "expected a list of counters and forward_ad's dict");
         return NULL;
     }
     Caller *self = (Caller *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOO!O!OOOOOnnnpp", names, &self->check,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOO!O!OOOOOOnnnppp", names, &self->check,
                                      &self->grad, &self->train, &self->hooks, &self->launch,
                                      &PyTuple_Type, &self->head, &PyTuple_Type, &self->tail,
-                                     &self->y_dtype, &self->sum_dtype, &self->eps, &self->spec,
-                                     &self->plan, &self->n_cols, &self->block_rows, &self->device,
-                                     &self->has_weight, &self->has_bias)) {
+                                     &self->y_dtype, &self->sum_dtype, &self->statistics,
+                                     &self->eps, &self->spec, &self->plan, &self->n_cols,
+                                     &self->block_rows, &self->device, &self->has_weight,
+                                     &self->has_bias, &self->centered)) {
         self->check = NULL;  // nothing is owned yet
         Py_DECREF(self);
         return NULL;
     }
     self->vectorcall = caller_vectorcall;
     self->adds = self->sum_dtype != Py_None;
-    PyObject *owned[] = {self->check, self->grad,    self->train,     self->hooks,
-                         self->launch, self->head,   self->tail,      self->y_dtype,
-                         self->sum_dtype, self->eps, self->spec,      self->plan};
+    PyObject *owned[] = {self->check,     self->grad,       self->train, self->hooks,
+                         self->launch,    self->head,       self->tail,  self->y_dtype,
+                         self->sum_dtype, self->statistics, self->eps,   self->spec,
+                         self->plan};
     for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_INCREF(owned[i]);
     return (PyObject *)self;
 }
@@ -291,13 +334,19 @@ static PyObject *caller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 static void caller_dealloc(PyObject *object) {
     Caller *self = (Caller *)object;
     if (self->check != NULL) {
-        PyObject *owned[] = {self->check, self->grad,    self->train,     self->hooks,
-                             self->launch, self->head,   self->tail,      self->y_dtype,
-                             self->sum_dtype, self->eps, self->spec,      self->plan};
+        PyObject *owned[] = {self->check,     self->grad,       self->train, self->hooks,
+                             self->launch,    self->head,       self->tail,  self->y_dtype,
+                             self->sum_dtype, self->statistics, self->eps,   self->spec,
+                             self->plan};
         for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_DECREF(owned[i]);
     }
     Py_TYPE(object)->tp_free(object);
 }
+
+static PyMethodDef caller_methods[] = {
+    {"launch", (PyCFunction)(void (*)(void))caller_launch, METH_FASTCALL, NULL},
+    {NULL},
+};
 
 static PyTypeObject CallerType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fusedops_direct.Caller",
@@ -305,6 +354,7 @@ static PyTypeObject CallerType = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_vectorcall_offset = offsetof(Caller, vectorcall),
     .tp_call = PyVectorcall_Call,
+    .tp_methods = caller_methods,
     .tp_new = caller_new,
     .tp_dealloc = caller_dealloc,
 };

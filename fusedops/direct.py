@@ -105,6 +105,7 @@ class Plan:
             tail=self.kernel.tail,
             y_dtype=self.y_dtype,
             sum_dtype=self.sum_dtype,
+            statistics=self.statistics,
             eps=self.eps,
             spec=self.spec,
             plan=self,
@@ -113,6 +114,7 @@ class Plan:
             device=self.device,
             has_weight=self.has_weight,
             has_bias=self.has_bias,
+            centered=self.spec.centered,
         )
 
     def python_caller(self) -> Any:
@@ -307,10 +309,14 @@ def find(
     return None
 
 
-def launch(
-    x: Tensor, plan: Plan, n_rows: int, pointers: tuple[int | None, ...]
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """(y, summed, mean, rstd) of a call that has passed the plan's checks."""
+Launched = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def launch(x: Tensor, plan: Any, n_rows: int, pointers: tuple[int | None, ...]) -> Launched:
+    """(y, summed, mean, rstd) of a call that has passed the checks of ``plan``, or its C form."""
+    if type(plan) is not Plan:
+        launched: Launched = plan.launch(x, n_rows, pointers)
+        return launched
     shape = tuple(x.shape)
     strides = _contiguous(shape)
     y = _empty(shape, strides, plan.y_dtype)
