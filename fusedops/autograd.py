@@ -363,8 +363,10 @@ _apply_sum = super(torch.autograd.Function, SumFunction).apply
 _apply_norm_of_sum = super(torch.autograd.Function, NormOfSum).apply
 
 
-def readable(*gradients: Tensor | None) -> bool:
+def readable(dy: Tensor, dsum: Tensor | None) -> bool:
     """Whether a kernel may read these; a batched backward (vmap) hands in wrapped ones."""
-    return not dispatch.transforms_active() and all(
-        gradient is None or dispatch.is_plain(gradient) for gradient in gradients
+    return (
+        not dispatch.transforms_active()
+        and dispatch.is_plain(dy)
+        and (dsum is None or dispatch.is_plain(dsum))
     )
