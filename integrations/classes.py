@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.nn.utils.parametrize import is_parametrized
 
 from fusedops import direct
 from fusedops.integrations.norms import READY, SPEC
@@ -134,6 +135,9 @@ def _generate(original: Any, kind: Kind) -> type:
         if state is None or state.obstacle is not None:
             return original.forward(self, *args, **kwargs)
         if self.training not in state.learned or not holds_same(self, state):
+            state.obstacle = unguardable(self)
+            if state.obstacle is not None:
+                return original.forward(self, *args, **kwargs)
             return watch_block(original.forward, self, state, args, kwargs, watch)
         if state.handed:
             unguard_needless(state)
@@ -218,7 +222,7 @@ def _rebuild(original: Any, kind: Kind, *args: Any) -> nn.Module:
     """Make an empty instance of a generated class; pickles and copies call this."""
     module = original.__new__(original, *args)
     if kind is not Kind.GUARD:  # guards come back when the copy's block has run
-        module.__class__ = generated_class(original, kind)
+        _set_class(module, generated_class(original, kind))
     return module
 
 
@@ -232,27 +236,16 @@ def watch(block: nn.Module, state: BlockState) -> Callable[[], list[nn.Module]]:
     So do those that the block itself may call and did not, until they are called without one.
     """
     before = {module: members(module) for module in block.modules()}
-    guarded = [
-        module
-        for module in before
-        if module is not block
-        and not isinstance(module, torch.jit.ScriptModule)
-        and type(module).forward is not _NO_FORWARD
-        and _guard(module, state)
-    ]
+    guarded = [module for module in before if module is not block and _guard(module, state)]
 
     def end() -> list[nn.Module]:
-        own = set(_own_modules(block))
-        handed = []
-        for module in guarded:
-            guard: Guard | None = vars(module).get(GUARDED)
-            if guard is None:
-                continue
-            if guard.keys:
-                handed.append(module)
-            elif guard.keys is not None or module not in own:
-                unguard(module)
+        guards = {m: guard for m in guarded if (guard := vars(m).get(GUARDED)) is not None}
+        handed = [module for module, guard in guards.items() if guard.keys]
         holders = _holders(block, set(handed))
+        reached = {child for holder in holders for child in holder.children()}
+        for module, guard in guards.items():
+            if not guard.keys and (guard.keys is not None or module not in reached):
+                unguard(module)
         state.members = tuple(
             (None if module is block else weakref.ref(module), known)
             for module, known in before.items()
@@ -261,6 +254,29 @@ def watch(block: nn.Module, state: BlockState) -> Callable[[], list[nn.Module]]:
         return handed
 
     return end
+
+
+def unguardable(block: nn.Module) -> str | None:
+    """Why the block gets no streams: its own code could hand one to a submodule without a guard."""
+    for module in _own_modules(block):
+        if kind_of(module) is None and _is_callable(module):
+            if is_parametrized(module):
+                return "holds a submodule with a parametrization"
+            try:
+                generated_class(type(module), Kind.GUARD)
+            except Exception:
+                return "holds a submodule whose class cannot be subclassed"
+    return None
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether a guard is of use: containers are not called, and TorchScript sees no stream."""
+    cls = type(module)
+    return not isinstance(module, torch.jit.ScriptModule) and (
+        cls.forward is not nn.Module.forward
+        or cls.__call__ is not nn.Module.__call__
+        or "forward" in vars(module)
+    )
 
 
 def _own_modules(block: nn.Module) -> Iterator[nn.Module]:
@@ -294,21 +310,24 @@ def _holders(block: nn.Module, handed: set[nn.Module]) -> set[nn.Module]:
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-_NO_FORWARD = nn.Module.forward  # of containers, which cannot be called
 
 
 def _guard(module: nn.Module, state: BlockState) -> bool:
     """Put the guard on, and say whether it is there now; norms of ours have their own."""
-    kind = type(module).__dict__.get(KIND)
+    if not _is_callable(module):
+        return False
+    kind = kind_of(module)
     if kind is Kind.NORM:
         vars(module).pop(GUARDED, None)
         return False
-    if kind in (None, Kind.BLOCK):
+    if kind in (None, Kind.BLOCK) and not is_parametrized(module):
         guarded = Kind.GUARD if kind is None else Kind.INNER_BLOCK
         try:
-            module.__class__ = generated_class(original_class(module), guarded)
+            _set_class(module, generated_class(original_class(module), guarded))
         except Exception:  # a class that refuses to be subclassed
             return False
+    elif kind in (None, Kind.BLOCK):
+        return False
     vars(module).setdefault(GUARDED, Guard()).blocks.add(state)
     return True
 
@@ -327,12 +346,17 @@ def unguard(module: nn.Module) -> None:
     vars(module).pop(GUARDED, None)
     kind = type(module).__dict__.get(KIND)
     if kind is Kind.GUARD:
-        module.__class__ = original_class(module)
+        _set_class(module, original_class(module))
     elif kind is Kind.INNER_BLOCK:
-        module.__class__ = generated_class(original_class(module), Kind.BLOCK)
+        _set_class(module, generated_class(original_class(module), Kind.BLOCK))
 
 
 # --- into a kind and back ----------------------------------------------------------------------
+
+
+def _set_class(module: nn.Module, cls: type) -> None:
+    """Past a ``__setattr__`` of the module's own, which may not want this."""
+    object.__setattr__(module, "__class__", cls)
 
 
 def into_kind(module: nn.Module, kind: Kind) -> None:
@@ -341,7 +365,7 @@ def into_kind(module: nn.Module, kind: Kind) -> None:
     original = original_class(module)
     if not is_outermost(module) and hasattr(before, ORIGINAL):
         return  # another class came on top of ours, which still is below and serves again
-    module.__class__ = generated_class(original, kind)
+    _set_class(module, generated_class(original, kind))
     vars(module).pop(GUARDED, None)
     _rebind_forwards(module, before.forward, type(module).forward)
 
@@ -357,7 +381,7 @@ def restore(module: nn.Module) -> None:
     if is_outermost(module):
         generated: Any = type(module)
         original: Any = original_class(module)
-        module.__class__ = original
+        _set_class(module, original)
         _rebind_forwards(module, generated.forward, original.forward)
 
 
@@ -387,6 +411,8 @@ def _rebind_forwards(module: nn.Module, old: Any, new: Any) -> None:
 
 def forward_obstacle(module: nn.Module) -> str | None:
     """Why a change of class would not reach the forward of this module."""
+    if kind_of(module) is None and is_parametrized(module):
+        return "has a parametrization, which changes and takes off the class that it finds"
     state = vars(module)
     ours = _bound_forwards(module, type(module).forward)
     if "_old_forward" in state and "_old_forward" not in ours:

@@ -24,7 +24,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -879,7 +879,7 @@ def watch_block(
 def members(module: nn.Module) -> Members | None:
     """The module's children, in order; None: it keeps them in a way of its own."""
     children: Any = vars(module).get("_modules")
-    if type(children) not in (dict, OrderedDict):
+    if not isinstance(children, dict):
         return None
     return tuple(None if child is None else weakref.ref(child) for child in children.values())
 

@@ -25,6 +25,7 @@ import pytest
 import torch
 from tiny_models import build_llama, randomised
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     GPT2Config,
@@ -1851,6 +1852,149 @@ def test_a_change_elsewhere_in_a_block_costs_no_second_look() -> None:
         layer.mlp.extra = nn.Identity()
         model(x)
         assert state.members is known and state.learned == {True}
+
+
+class Calls(nn.Module):
+    """Has no forward; called all the same."""
+
+    def __call__(self, x: Any) -> Any:
+        spied.append(type(x))
+        return x
+
+
+class FinalSpy(Spy):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raise TypeError("final")
+
+
+class FixedSpy(Spy):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise TypeError("fixed")
+        super().__setattr__(name, value)
+
+
+def forward_in_instance() -> nn.Module:
+    module = nn.Module()
+    module.forward = Spy().forward
+    return module
+
+
+def odd_modules() -> nn.Module:
+    """Keeps its children in a dictionary of its own kind."""
+
+    class Children(dict):  # type: ignore[type-arg]
+        pass
+
+    block = ShowsItsGate()
+    block._modules = Children(block._modules)
+    return block
+
+
+@pytest.mark.parametrize(
+    ("gate", "fused"), [(Calls, 6), (forward_in_instance, 6), (FixedSpy, 6), (FinalSpy, 0)]
+)
+def test_submodules_of_odd_classes_see_no_stream(gate: Callable[[], nn.Module], fused: int) -> None:
+    model, x = Net(ShowsItsGate), rows()
+    for layer in model.layers:
+        layer.gate = gate()
+    expected_class = type(model.layers[0].gate)
+    spied.clear()
+    assert_same(model, x, fused=fused)
+    assert set(spied) == {Tensor}
+    unpatch(model)
+    assert type(model.layers[0].gate) is expected_class
+
+
+def test_an_exchange_in_a_dictionary_of_another_kind_is_noticed() -> None:
+    model, x = Net(odd_modules), rows()
+    with torch.no_grad():
+        patch(model, fuse_residual="always")
+        for _ in range(3):
+            model(x)
+        for layer in model.layers:
+            layer.gate = Spy()
+        spied.clear()
+        for _ in range(3):
+            model(x)
+    assert spied == [Tensor] * 9
+
+
+def test_what_stands_beside_a_nested_module_that_was_handed_a_stream_is_guarded() -> None:
+    """The block's own code picks among another module's experts."""
+    chosen = 0
+
+    class Picks(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = nn.Sequential(nn.ModuleList(Spy() for _ in range(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.mix(self.norm1(x))
+            return x + self.mlp(self.norm2(x)) + 0 * self.moe[0][chosen](x)
+
+    model, x = Net(Picks), rows()
+    spied.clear()
+    with torch.no_grad():
+        patch(model, fuse_residual="always")
+        for expert in (0, 0, 1, 2):
+            chosen = expert
+            model(x)
+    assert spied == [Tensor] * 12
+
+
+@pytest.mark.parametrize("whole", ["gate", "block", "norm"])
+@pytest.mark.parametrize("patched_first", [False, True])
+def test_parametrizations_come_and_go(whole: str, patched_first: bool) -> None:
+    """They add to and take away from the class that a module has, so that it must be their own."""
+
+    class Gate(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert type(x) is Tensor
+            return super().forward(x)
+
+    class Gated(ShowsItsGate):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = Gate(SIZE, SIZE)
+            self.weight, self.bias = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.weight + self.bias
+
+    def targets() -> list[nn.Module]:
+        return [layer if whole == "block" else getattr(layer, name) for layer in model.layers]
+
+    name = {"gate": "gate", "norm": "norm1", "block": ""}[whole]
+    model, x = Net(Gated), rows()
+    with torch.no_grad():
+        expected = model(x)
+
+        def run() -> None:
+            for _ in range(3):
+                assert torch.allclose(model(x), expected, atol=1e-5)
+
+        if patched_first:
+            patch(model, fuse_residual="always")
+            run()
+        for module in targets():
+            register_parametrization(module, "weight", nn.Identity())
+        patch(model, fuse_residual="always")
+        run()
+        for module in targets():
+            register_parametrization(module, "bias", nn.Identity())
+        run()
+        unpatch(model)
+        run()
+        patch(model, fuse_residual="always")
+        run()
+        for tensor in ("weight", "bias"):
+            for module in targets():
+                remove_parametrizations(module, tensor)
+            run()
+        unpatch(model)
+        run()
+    assert not any(classes.kind_of(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("how", ["unpatch", "patched", "suspended"])
