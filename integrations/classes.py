@@ -241,6 +241,8 @@ def watch(block: nn.Module, state: BlockState) -> Callable[[], list[nn.Module]]:
     def end() -> list[nn.Module]:
         guards = {m: guard for m in guarded if (guard := vars(m).get(GUARDED)) is not None}
         handed = [module for module, guard in guards.items() if guard.keys]
+        for module in handed:
+            _guard(module, state)  # a lazy module has changed its class in its first forward
         holders = _holders(block, set(handed))
         reached = {child for holder in holders for child in holder.children()}
         for module, guard in guards.items():

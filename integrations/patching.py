@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fusedops.integrations import stream
 from fusedops.integrations.classes import (
@@ -32,6 +33,7 @@ from fusedops.integrations.recognition import (
     NormSpec,
     UnrecognisedNorm,
     is_candidate,
+    own_tensors,
     recognise,
     recognition_key,
 )
@@ -83,6 +85,8 @@ def _plan_norms(model: nn.Module) -> tuple[list[tuple[nn.Module, NormSpec]], lis
         if not is_candidate(module) and not looks_like_norm:
             continue
         outcome: NormSpec | str | None = forward_obstacle(module)
+        if any(map(is_lazy, own_tensors(module).values())):
+            outcome = "its parameters have no shape before its first forward"
         if outcome is None:
             key, lasting = recognition_key(module, cls)
             outcomes = _found if lasting else found

@@ -19,13 +19,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fusedops import reference
 from fusedops.nn import LayerNorm as OwnLayerNorm
 from fusedops.nn import RMSNorm as OwnRMSNorm
 
-__all__ = ["NormSpec", "UnrecognisedNorm", "is_candidate", "recognise", "recognition_key"]
+__all__ = [
+    "NormSpec",
+    "UnrecognisedNorm",
+    "is_candidate",
+    "own_tensors",
+    "recognise",
+    "recognition_key",
+]
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 DTYPE_PAIRS: list[tuple[torch.dtype, torch.dtype | None]] = [
@@ -137,6 +145,7 @@ def is_candidate(module: nn.Module) -> bool:
     tensors = own_tensors(module).values()
     return (
         len(tensors) <= 2
+        and not any(map(is_lazy, tensors))
         and all(t.dim() == 1 and t.is_floating_point() for t in tensors)
         and len({t.shape for t in tensors}) <= 1
         and bool(eps_names(module))

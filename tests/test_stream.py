@@ -1943,6 +1943,26 @@ def test_what_stands_beside_a_nested_module_that_was_handed_a_stream_is_guarded(
     assert spied == [Tensor] * 12
 
 
+def test_lazy_modules_are_left_alone_and_see_no_stream() -> None:
+    """They take their class off in their first forward, and with it what was put on."""
+    model, x, seen = Net(ShowsItsGate), rows(), []
+    for layer in model.layers:
+        layer.gate = nn.LazyLinear(SIZE)
+        layer.gate.register_forward_pre_hook(lambda _, args: seen.append(type(args[0])))
+    model.layers[0].extra = nn.LazyBatchNorm1d()
+    with torch.no_grad():
+        report = patch(model, fuse_residual="always")
+        for _ in range(3):
+            result, _, fused = counts(model, x)
+        assert (seen, fused) == ([Tensor] * 9, 6)
+        assert [row.reason for row in report.norms if row.reason] == [
+            "its parameters have no shape before its first forward"
+        ]
+        unpatch(model)
+        assert {type(layer.gate) for layer in model.layers} == {nn.Linear}
+        assert torch.allclose(model(x), result, atol=1e-5)
+
+
 @pytest.mark.parametrize("whole", ["gate", "block", "norm"])
 @pytest.mark.parametrize("patched_first", [False, True])
 def test_parametrizations_come_and_go(whole: str, patched_first: bool) -> None:
