@@ -43,11 +43,19 @@ def instance_obstacle(block: torch.nn.Module) -> str | None:
     """As `stream_obstacle`, from what the block's own code finds in the instance, not the class."""
     cls: type = type(block)
     reader = _Reader(cls)
+    submodules = {id(module) for module in block.modules()}
     for name in _instance_names(cls):
         value = vars(block).get(name)
-        obstacle = reader.read_value(value) if callable(value) else None
-        if obstacle is not None:
-            return obstacle
+        held: Any = (value,)
+        if type(value) in (list, tuple):
+            held = value
+        elif type(value) is dict:
+            held = value.values()
+        for item in held:
+            if callable(item) and id(item) not in submodules:
+                obstacle = reader.read_value(item)
+                if obstacle is not None:
+                    return obstacle
     return None
 
 

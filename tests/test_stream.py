@@ -2524,19 +2524,24 @@ INSTANCE_FUNCTIONS = {
 }
 
 
+@pytest.mark.parametrize("container", [None, list, dict])
 @pytest.mark.parametrize("how", INSTANCE_FUNCTIONS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch.compile's
-def test_functions_that_a_block_holds_are_screened(how: str) -> None:
+def test_functions_that_a_block_holds_are_screened(how: str, container: type | None) -> None:
     make, note = INSTANCE_FUNCTIONS[how]
 
     class Holds(Block):
         def __init__(block) -> None:  # "self" is only a custom
             super().__init__()
             made = make()
-            vars(block)["function"] = made["hidden"] if isinstance(made, dict) else made
+            made = made["hidden"] if isinstance(made, dict) else made
+            held = {None: made, list: [made], dict: {0: made}}[container]
+            vars(block)["function"] = held
 
         def forward(block, x: Tensor) -> Tensor:
-            h = block.function(x + block.mix(block.norm1(x)))
+            held = block.function
+            function = held if container is None else held[0]
+            h = function(x + block.mix(block.norm1(x)))
             return h + block.mlp(block.norm2(h))
 
     model, x = Net(Holds), rows()
