@@ -191,8 +191,14 @@ def _compare(arguments: argparse.Namespace, *, restart: bool) -> int:
                 f"--batch times --tokens is {tokens}; below fp32 a comparison needs at least "
                 f"{parity_report.MIN_TOKENS} tokens"
             )
-    for path in filter(None, (arguments.json, arguments.html, arguments.plot)):
+    paths = [path for path in (arguments.json, arguments.html, arguments.plot) if path]
+    for path in paths:
         parity_report.write_atomically(path)
+    files = [
+        os.path.realpath(path) for path in paths if not os.path.exists(path) or os.path.isfile(path)
+    ]
+    if len(set(files)) < len(files):
+        raise _CommandError("--json, --html and --plot: expected a file for each, got one for two")
     if arguments.plot:
         parity_report.image_format(arguments.plot)
     timing_options = ("measure", "decode_batch", "shape", "seconds", "against")

@@ -210,6 +210,7 @@ def test_dtype(run: Run, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torc
         (["tiny-llama", "--json", "{tmp}"], "is a folder, expected a file"),
         (["tiny-llama", "--html", "{tmp}/absent/report.html"], "absent is no folder"),
         (["tiny-llama", "--html", "{tmp}"], "is a folder, expected a file"),
+        (["tiny-llama", "--html", "{tmp}/r", "--json", "{tmp}/./r"], "expected a file for each"),
         (["tiny-llama", "--device", "abacus"], "--device abacus"),
         (["tiny-llama", "--device", "cuda:99"], "--device cuda:99: torch sees"),
         (["tiny-llama", "--dtype", "fp16", "--tokens", "10"], "at least 64 tokens"),
