@@ -375,10 +375,10 @@ static int may_launch_backward(PyObject *plan, PyObject *const *given, long long
     if (*device != current) return 0;
     PyObject *hooks = PyTuple_GET_ITEM(plan, HOOKS), *shape = PyObject_GetAttr(given[S], s_shape);
     int answer = shape == NULL ? -1 : 1;
-    for (int i = DY; answer == 1 && i <= WEIGHT; i++) {
+    for (int i = DY; answer == 1 && i < READ; i++) {
         if (given[i] == Py_None) continue;
         answer = is_object(call1(is_contiguous, given[i]), Py_True);
-        if (answer != 1 || i == S || i == WEIGHT) continue;
+        if (answer != 1 || !(i == DY || i == DSUM)) continue;
         PyObject *other = PyObject_GetAttr(given[i], s_shape);
         answer = other == NULL ? -1 : PyObject_RichCompareBool(shape, other, Py_EQ);
         Py_XDECREF(other);

@@ -50,17 +50,21 @@ def _key(
     s: Tensor,
     weight: Tensor | None,
     mean: Tensor | None,
+    rstd: Tensor,
     weight_offset: float,
     wanted: Wanted,
 ) -> tuple[Any, ...]:
+    """Of what was saved, dtypes and devices, too: hooks on saved tensors may give back others."""
     return (
         s.dtype,
         s.shape[-1],
         s.get_device(),
         dy.dtype,
         None if dsum is None else dsum.dtype,
-        None if weight is None else weight.dtype,
-        mean is None,
+        None if weight is None else (weight.dtype, weight.get_device()),
+        None if mean is None else mean.dtype,
+        rstd.dtype,
+        rstd.get_device(),
         weight_offset,
         wanted,
     )
@@ -77,7 +81,7 @@ def gradients(
     wanted: Wanted,
 ) -> Gradients | None:
     """The gradients of a norm of the rows ``s``, or None where there is no plan that fits."""
-    plan = _plans.get(_key(dy, dsum, s, weight, mean, weight_offset, wanted))
+    plan = _plans.get(_key(dy, dsum, s, weight, mean, rstd, weight_offset, wanted))
     if plan is None:
         return None
     launch = direct.launch_backward or launch_backward
@@ -103,6 +107,7 @@ def launch_backward(
         or dy.shape != shape
         or not (dsum is None or (dsum.is_contiguous() and dsum.shape == shape))
         or not (weight is None or weight.is_contiguous())
+        or not (rstd.is_contiguous() and (mean is None or mean.is_contiguous()))
         or getattr(hooks.launch_enter_hook, "calls", True)  # or set to a function
         or getattr(hooks.launch_exit_hook, "calls", True)
     ):
@@ -146,7 +151,7 @@ def remember(
     wanted: Wanted,
 ) -> None:
     """Make the plan for backwards like this one, which the general way has just served."""
-    key = _key(dy, dsum, s, weight, mean, weight_offset, wanted)
+    key = _key(dy, dsum, s, weight, mean, rstd, weight_offset, wanted)
     device = s.get_device()
     if (
         key in _plans

@@ -106,10 +106,9 @@ def saved(rows: int = ROWS, *, centered: bool = True, adds: bool = True) -> list
 
 def plan_for(arguments: list[Any], wanted: Wanted) -> direct_backward.Plan:
     """As `remember`, which takes tensors of a GPU alone."""
-    dy, dsum, s, weight, mean, _, offset = arguments
     made = direct_backward._plan(*arguments, wanted)
     assert made is not None
-    direct_backward._plans[direct_backward._key(dy, dsum, s, weight, mean, offset, wanted)] = made
+    direct_backward._plans[direct_backward._key(*arguments, wanted)] = made
     return made
 
 
@@ -188,6 +187,10 @@ def test_what_does_not_fit_is_not_launched(
         "no dsum": [dy, None, s, weight, mean, rstd, offset],
         "no weight": [dy, dsum, s, None, mean, rstd, offset],
         "another norm": [dy, dsum, s, weight, None, rstd, offset],
+        "statistics of another dtype": [dy, dsum, s, weight, mean, rstd.double(), offset],
+        "a mean of another dtype": [dy, dsum, s, weight, mean.double(), rstd, offset],
+        "strided statistics": [dy, dsum, s, weight, mean, rstd.repeat(2)[::2], offset],
+        "a strided mean": [dy, dsum, s, weight, mean.repeat(2)[::2], rstd, offset],
         "another offset": [dy, dsum, s, weight, mean, rstd, 1.0],
         "no rows": [dy[:0], dsum[:0], s[:0], weight, mean[:0], rstd[:0], offset],
         "another shape": [dy[1:], dsum, s, weight, mean, rstd, offset],
