@@ -214,12 +214,12 @@ def _compare(arguments: argparse.Namespace, *, restart: bool) -> int:
     _show(loaded, report)
     if arguments.plot:
         report.plot(arguments.plot)
+    _write(arguments, _all_found(arguments, loaded, report, None))
     timing = None
-    if arguments.time:
+    if arguments.time:  # whatever becomes of it, the comparison is written already
         with _progress(hint=False) as on_step, _quiet():
             timing = _time(arguments, loaded, device, on_step)
         _show_timing(timing)
-    if arguments.json or arguments.html:
         _write(arguments, _all_found(arguments, loaded, report, timing))
     if timing is not None and timing.interrupted:
         return _complain("interrupted", status=130)

@@ -166,6 +166,27 @@ def _arguments_seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
+def test_a_timing_that_fails_leaves_the_comparison(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("the GPU is gone")
+
+    _arguments_seen(monkeypatch)
+    monkeypatch.setattr(timing, "time_model", fail)
+    report, page = tmp_path / "r.json", tmp_path / "r.html"
+    done = run(
+        "compare", "tiny-gpt2", "--device", "cpu", "--time",
+        "--json", str(report), "--html", str(page),
+    )  # fmt: skip
+    assert done.status != 0
+    assert "the GPU is gone" in done.err
+    found = json.loads(report.read_text())
+    assert found["outcome"] == "not proven"
+    assert "timing" not in found
+    assert "<title>Parity not proven: tiny-gpt2" in page.read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "shape", "text"),
     [
