@@ -197,7 +197,11 @@ class NormFunction(torch.autograd.Function):
         if summed is not None and not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(summed)  # as `residual + x` would not require a gradient
         ctx.eps, ctx.spec = eps, spec
-        ctx.input_dtypes = [None if t is None else t.dtype for t in (x, residual, bias)]
+        ctx.input_dtypes = (
+            x.dtype,
+            None if residual is None else residual.dtype,
+            None if bias is None else bias.dtype,
+        )
         return y if summed is None else (y, summed)
 
     @staticmethod
