@@ -88,7 +88,7 @@ MAX_BACKWARD_BLOCK = 16384
 
 # The tables below hold the fastest of all tile shapes tried for rows of 2-byte elements on an
 # H200 (bench/results/h200-tune.json, by bench/tune.py): block_size -> (block_rows, num_warps, flags
-# "w" weights_first, "p" packed and "a" apart). Of those within some one percent of the most
+# "w" weights_first, "p" packed and "a" apart). Of those within two percent of the most
 # bandwidth, the one that is the quickest for 64 rows.
 FORWARD_RMS = {
     64: (16, 4, "wp"), 128: (16, 8, "wp"), 256: (8, 4, "wp"), 512: (2, 2, "wp"), 1024: (1, 2, "w"),
