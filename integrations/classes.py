@@ -247,7 +247,7 @@ def watch(block: nn.Module, state: BlockState) -> Callable[[], list[nn.Module]]:
         reached = {child for holder in holders for child in holder.children()}
         for module, guard in guards.items():
             if not guard.keys and (guard.keys is not None or module not in reached):
-                unguard(module)
+                _release(module, state)
         state.members = tuple(
             (None if module is block else weakref.ref(module), known)
             for module, known in before.items()
@@ -335,12 +335,21 @@ def _guard(module: nn.Module, state: BlockState) -> bool:
 
 
 def unguard_needless(state: BlockState) -> None:
-    """Take the guard off those that were handed streams of no use, which will not come again."""
+    """No guard for those that were handed streams of no use, which will not come again."""
     handed, state.handed = state.handed, []
     for reference in handed:
         module = reference()
         guard: Guard | None = None if module is None else vars(module).get(GUARDED)
         if module is not None and guard is not None and not state.keys & (guard.keys or set()):
+            _release(module, state)
+
+
+def _release(module: nn.Module, state: BlockState) -> None:
+    """Take the guard off, unless other blocks rely on it."""
+    guard: Guard | None = vars(module).get(GUARDED)
+    if guard is not None:
+        guard.blocks.discard(state)
+        if not guard.blocks:
             unguard(module)
 
 

@@ -2046,6 +2046,43 @@ def test_a_guard_that_was_taken_off_comes_back(how: str) -> None:
     assert fused == 6
 
 
+class HandsItsMemory(Block):
+    """To a submodule that another block has as well, which hands it hidden states."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, memory: Tensor, x: Tensor) -> Tensor:
+        return super().forward(x + 0 * self.shared(memory))
+
+
+class HandsItsStates(HandsItsMemory):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        x = x + self.mix(self.norm1(x))
+        return x + self.mlp(self.norm2(x)) + 0 * self.shared(x)
+
+
+def test_a_guard_that_one_block_needs_no_more_stays_for_another() -> None:
+    class Pairs(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            memory = x
+            for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+                x = second(first(memory, x))
+            return self.norm(x)
+
+    shared = Spy()
+    kinds = [HandsItsMemory, HandsItsStates] * 2
+    model, x = Pairs(lambda: kinds.pop(0)(shared), layers=4), rows()
+    with torch.no_grad():
+        expected = model(x)
+        patch(model, fuse_residual="always")
+        spied.clear()
+        for _ in range(4):
+            assert torch.allclose(model(x), expected, atol=1e-5)
+    assert spied == [Tensor] * 16
+
+
 def test_exception_in_the_middle_of_a_block_leaves_nothing() -> None:
     model, x = Net(Failing), rows()
     with torch.no_grad():
