@@ -72,10 +72,6 @@ def plans(name, measures, seconds):
     ]
 
 
-def rows_of(name, report):
-    return [{"model": name, **asdict(row)} for row in report.rows]
-
-
 def line(name, row):
     shape = f"{row.sequences}x{row.tokens}"
     memory = f" {row.peak_memory / 2**30:.2f} GiB" if row.peak_memory else ""
@@ -111,7 +107,7 @@ def main():
             add_timings(report, base, contestants, plan)
             if options.against:
                 add_liger(report, base, name, plan)
-            content["rows"] += [{**row, "run": 0} for row in rows_of(name, report)]
+            content["rows"] += [{"model": name, **asdict(row), "run": 0} for row in report.rows]
             record.write(options.out, content)
             for row in report.rows:
                 print(line(name, row), flush=True)

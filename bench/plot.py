@@ -306,14 +306,26 @@ def digest(content):
     return hashlib.sha256(json.dumps(content["rows"], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def draw(content, path):
-    """Share of copy bandwidth against H: a row of panels a direction, a panel an operator."""
+def svg_pyplot():
+    """matplotlib.pyplot, which need not be there for the tables, set up for files that repeat."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fusedops"})
+    return pyplot
+
+
+def save(figure, content, path):
+    metadata = {"Date": None, "Description": f"rows {digest(content)}"}
+    figure.savefig(path, metadata=metadata)
+    svg_pyplot().close(figure)
+
+
+def draw(content, path):
+    """Share of copy bandwidth against H: a row of panels a direction, a panel an operator."""
+    pyplot = svg_pyplot()
     figure, axes = pyplot.subplots(2, 4, figsize=(15, 6.5), sharex=True, sharey=True)
     for panels, direction in zip(axes, ("forward", "backward"), strict=True):
         for panel, operator in zip(panels, OPERATORS, strict=True):
@@ -340,19 +352,12 @@ def draw(content, path):
     figure.legend(handles, names, fontsize=8, loc="lower center", ncols=len(names), frameon=False)
     figure.suptitle(f"{content['runs'][-1]['gpu']}, bf16", fontsize=10)
     figure.tight_layout(rect=(0, 0.04, 1, 1))  # room for the legend
-    metadata = {"Date": None, "Description": f"rows {digest(content)}"}
-    figure.savefig(path, metadata=metadata)
-    pyplot.close(figure)
+    save(figure, content, path)
 
 
 def draw_losses(content, path):
     """Losses over each other, and how far they lie from the unpatched model's."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fusedops"})
+    pyplot = svg_pyplot()
     line = next(line for line in content["rows"] if "losses" in line)
     losses = line["losses"]
     figure, (curves, apart) = pyplot.subplots(1, 2, figsize=(11, 4))
@@ -373,9 +378,7 @@ def draw_losses(content, path):
     title = f"{line['model']}, {line['dtype']}, AdamW, {content['runs'][-1]['gpu']}"
     figure.suptitle(title, fontsize=10)
     figure.tight_layout()
-    metadata = {"Date": None, "Description": f"rows {digest(content)}"}
-    figure.savefig(path, metadata=metadata)
-    pyplot.close(figure)
+    save(figure, content, path)
 
 
 def plot_of(content):

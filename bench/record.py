@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
 from importlib import metadata
@@ -92,10 +91,11 @@ def environment(missing):
     """What a result depends on beside the code that is measured."""
     import torch
 
-    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    from fusedops.environment import driver
+
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "driver": driver.splitlines()[0] if driver else None,
+        "driver": driver(),
         "versions": {
             "python": platform.python_version(),
             "cuda": torch.version.cuda,
@@ -110,11 +110,9 @@ def environment(missing):
 
 def commit():
     """The commit at hand; FUSEDOPS_COMMIT names it where only the files were copied."""
-    return (
-        os.environ.get("FUSEDOPS_COMMIT")
-        or output("git", "describe", "--always", "--dirty", "--abbrev=10")
-        or "unknown"
-    )
+    from fusedops import environment as here
+
+    return os.environ.get("FUSEDOPS_COMMIT") or here.commit(RESULTS.parent.parent) or "unknown"
 
 
 def version(package):
@@ -122,14 +120,6 @@ def version(package):
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return getattr(sys.modules.get(package), "__version__", None)
-
-
-def output(*command):
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def write(path, content):

@@ -255,7 +255,7 @@ def gradients(
         return ds, dweight if needs_weight else None, dbias if needs_bias else None
     wanted = needs_ds, weight.dtype if needs_weight else None, bias_dtype if needs_bias else None
     saved = (s, weight, mean, rstd, spec.weight_offset)
-    found = direct_backward.gradients(dy, dsum, *saved, wanted)
+    found = direct_backward.gradients(dy, dsum, saved, wanted)
     if found is None:
         found = kernel_backward(
             dy,
@@ -266,7 +266,7 @@ def gradients(
             dweight_dtype=wanted[1],
             dbias_dtype=wanted[2],
         )
-        direct_backward.remember(dy, dsum, *saved, wanted)
+        direct_backward.remember(dy, dsum, saved, wanted)
     return found
 
 

@@ -193,12 +193,11 @@ static PyObject *stream_of(Py_ssize_t device) {
     return stream;
 }
 
-// A new tensor of one number a row, and its pointer.
-static int allocate_statistics(PyObject *dtype, long long n_rows, PyObject **tensor,
-                               PyObject **pointer) {
-    PyObject *shape = Py_BuildValue("(L)", n_rows), *strides = Py_BuildValue("(i)", 1);
-    int answer = shape == NULL || strides == NULL
-                     ? -1 : allocate(shape, strides, dtype, tensor, pointer);
+// `allocate`, of a shape that is a new reference or NULL, and is taken.
+static int allocate_shape(PyObject *shape, PyObject *dtype, PyObject **tensor,
+                          PyObject **pointer) {
+    PyObject *strides = shape == NULL ? NULL : contiguous_strides(shape);
+    int answer = strides == NULL ? -1 : allocate(shape, strides, dtype, tensor, pointer);
     Py_XDECREF(shape);
     Py_XDECREF(strides);
     return answer;
@@ -221,7 +220,8 @@ static PyObject *run_forward(Caller *self, PyObject *x, PyObject *const *pointer
     int saves = self->statistics != Py_None;
     for (int i = MEAN_OF_ROW; saves && i < MADE; i++)
         if ((i == RSTD_OF_ROW || self->centered) &&
-            allocate_statistics(self->statistics, n_rows, &made[i], &made_ptr[i]) < 0)
+            allocate_shape(Py_BuildValue("(L)", n_rows), self->statistics, &made[i],
+                           &made_ptr[i]) < 0)
             goto done;
     for (int i = 0; i < MADE; i++) {
         if (made[i] != NULL) continue;
@@ -401,26 +401,19 @@ static int allocate_columns(PyObject *dtype, PyObject *sums_dtype, long long pro
         }
         PyObject *shape = i == 0 ? Py_BuildValue("(L)", n_cols)
                                  : Py_BuildValue("(LL)", programs, n_cols);
-        PyObject *strides = shape == NULL ? NULL : contiguous_strides(shape);
-        int answer = strides == NULL ? -1
-                                     : allocate(shape, strides, i == 0 ? dtype : sums_dtype,
-                                                &tensors[i], &pointers[i]);
-        Py_XDECREF(shape);
-        Py_XDECREF(strides);
-        if (answer < 0) return -1;
+        if (allocate_shape(shape, i == 0 ? dtype : sums_dtype, &tensors[i], &pointers[i]) < 0)
+            return -1;
     }
     return 0;
 }
 
 static PyObject *new_like(PyObject *tensor, PyObject **pointer) {
     PyObject *size = PyObject_GetAttr(tensor, s_shape), *dtype = PyObject_GetAttr(tensor, s_dtype);
-    PyObject *shape = size == NULL ? NULL : PyTuple_GetSlice(size, 0, PyTuple_GET_SIZE(size));
-    PyObject *strides = shape == NULL ? NULL : contiguous_strides(shape), *made = NULL;
-    if (strides != NULL && dtype != NULL) allocate(shape, strides, dtype, &made, pointer);
+    PyObject *made = NULL;
+    if (size != NULL && dtype != NULL)
+        allocate_shape(PyTuple_GetSlice(size, 0, PyTuple_GET_SIZE(size)), dtype, &made, pointer);
     Py_XDECREF(size);
     Py_XDECREF(dtype);
-    Py_XDECREF(shape);
-    Py_XDECREF(strides);
     return made;
 }
 

@@ -47,6 +47,7 @@ __all__ = [
     "load_native",
     "norm",
     "remember",
+    "stand_in",
 ]
 
 TESTED_TRITON = ("3.6", "3.7")
@@ -472,9 +473,6 @@ def _kernel(
         return _kernels[key]
     from fusedops.kernels.launch import gpu_of, prepare_forward
 
-    def stand_in(dtype: torch.dtype | None, *shape: int) -> Any:
-        return None if dtype is None else x.new_empty(shape, dtype=dtype, device="meta")
-
     call = prepare_forward(
         stand_in(dtypes[0], 2, n_cols),
         stand_in(dtypes[1], 2, n_cols),
@@ -492,6 +490,11 @@ def _kernel(
     )
     _kernels[key] = compile_call(call, "n_rows")
     return _kernels[key]
+
+
+def stand_in(dtype: torch.dtype | None, *shape: int) -> Any:
+    """A tensor without memory for a call that is compiled and not made; None without a dtype."""
+    return None if dtype is None else torch.empty(shape, dtype=dtype, device="meta")
 
 
 def compile_call(call: Any, varying: str) -> Kernel:

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from fusedops import direct, dispatch
 
-__all__ = ["Gradients", "Plan", "Wanted", "gradients", "launch_backward", "remember"]
+__all__ = ["Gradients", "Plan", "Saved", "Wanted", "gradients", "launch_backward", "remember"]
+
+Saved = tuple[Tensor, Tensor | None, Tensor | None, Tensor, float]
+"""The normalised rows s, weight, mean (None for RMSNorm), rstd, and weight_offset."""
 
 Wanted = tuple[bool, torch.dtype | None, torch.dtype | None]
 """Whether ds is wanted, and the dtypes of dweight and dbias, None where these are not."""
@@ -44,17 +47,9 @@ class Plan(NamedTuple):
 _plans: dict[tuple[Any, ...], Plan | None] = {}  # None: there is no such plan
 
 
-def _key(
-    dy: Tensor,
-    dsum: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight_offset: float,
-    wanted: Wanted,
-) -> tuple[Any, ...]:
+def _key(dy: Tensor, dsum: Tensor | None, saved: Saved, wanted: Wanted) -> tuple[Any, ...]:
     """Of what was saved, dtypes and devices, too: hooks on saved tensors may give back others."""
+    s, weight, mean, rstd, weight_offset = saved
     return (
         s.dtype,
         s.shape[-1],
@@ -70,22 +65,13 @@ def _key(
     )
 
 
-def gradients(
-    dy: Tensor,
-    dsum: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight_offset: float,
-    wanted: Wanted,
-) -> Gradients | None:
-    """The gradients of a norm of the rows ``s``, or None where there is no plan that fits."""
-    plan = _plans.get(_key(dy, dsum, s, weight, mean, rstd, weight_offset, wanted))
+def gradients(dy: Tensor, dsum: Tensor | None, saved: Saved, wanted: Wanted) -> Gradients | None:
+    """The gradients of a norm, or None where there is no plan that fits."""
+    plan = _plans.get(_key(dy, dsum, saved, wanted))
     if plan is None:
         return None
     launch = direct.launch_backward or launch_backward
-    found: Gradients | None = launch(plan, wanted, dy, dsum, s, weight, mean, rstd)
+    found: Gradients | None = launch(plan, wanted, dy, dsum, *saved[:-1])
     return found
 
 
@@ -140,44 +126,23 @@ def launch_backward(
     return ds, dweight, dbias
 
 
-def remember(
-    dy: Tensor,
-    dsum: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight_offset: float,
-    wanted: Wanted,
-) -> None:
+def remember(dy: Tensor, dsum: Tensor | None, saved: Saved, wanted: Wanted) -> None:
     """Make the plan for backwards like this one, which the general way has just served."""
-    key = _key(dy, dsum, s, weight, mean, rstd, weight_offset, wanted)
+    s = saved[0]
     device = s.get_device()
-    if (
-        key in _plans
-        or device < 0
-        or device != direct._current_device()
-        or torch.cuda.is_current_stream_capturing()
-        or s.numel() == 0
-    ):
+    if device < 0 or device != direct._current_device() or s.numel() == 0:
+        return
+    key = _key(dy, dsum, saved, wanted)
+    if key in _plans or torch.cuda.is_current_stream_capturing():
         return
     with dispatch.launching(s):
         if len(_plans) >= direct.MAX_KINDS:
             _plans.clear()
         if key not in _plans:
-            _plans[key] = _plan(dy, dsum, s, weight, mean, rstd, weight_offset, wanted)
+            _plans[key] = _plan(dy, dsum, saved, wanted)
 
 
-def _plan(
-    dy: Tensor,
-    dsum: Tensor | None,
-    s: Tensor,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight_offset: float,
-    wanted: Wanted,
-) -> Plan | None:
+def _plan(dy: Tensor, dsum: Tensor | None, saved: Saved, wanted: Wanted) -> Plan | None:
     import triton
 
     from fusedops.kernels.backward import norm_backward_kernel
@@ -185,13 +150,11 @@ def _plan(
 
     if not direct.is_launched_as_tested():
         return None
+    s, weight, mean, rstd, weight_offset = saved
     n_cols = s.shape[-1]
 
-    def stand_in(dtype: torch.dtype | None, *shape: int) -> Any:
-        return None if dtype is None else s.new_empty(shape, dtype=dtype, device="meta")
-
     def like(tensor: Tensor | None, *shape: int) -> Any:
-        return None if tensor is None else stand_in(tensor.dtype, *shape)
+        return direct.stand_in(None if tensor is None else tensor.dtype, *shape)
 
     needs_ds, dweight_dtype, dbias_dtype = wanted
     prepared = prepare_backward(
@@ -202,8 +165,8 @@ def _plan(
         like(mean, 2),
         like(rstd, 2),
         like(s, 2, n_cols) if needs_ds else None,
-        stand_in(dweight_dtype, n_cols),
-        stand_in(dbias_dtype, n_cols),
+        direct.stand_in(dweight_dtype, n_cols),
+        direct.stand_in(dbias_dtype, n_cols),
         weight_offset=weight_offset,
         gpu=gpu_of(s.device),
     )

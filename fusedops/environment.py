@@ -16,7 +16,15 @@ import torch
 import fusedops
 from fusedops import dispatch
 
-__all__ = ["available_memory", "describe", "one_line", "operator_paths", "render"]
+__all__ = [
+    "available_memory",
+    "commit",
+    "describe",
+    "driver",
+    "one_line",
+    "operator_paths",
+    "render",
+]
 
 _PACKAGES = (
     "torch",
@@ -44,13 +52,13 @@ def describe(*, probe: bool = True) -> dict[str, Any]:
     """
     found: dict[str, Any] = {
         "fusedops": fusedops.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        "driver": _driver(),
+        "driver": driver(),
         "gpus": _gpus(),
         "no_gpu": _gpu_obstacle(),
         "switches": {
@@ -153,15 +161,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    """The commit of the checkout that fusedops runs from; None where it is installed."""
-    root = Path(fusedops.__file__).resolve().parent.parent
+def commit(root: Path | None = None) -> str | None:
+    """The commit of the checkout in ``root``, by default the one that fusedops runs from.
+
+    None where that is no checkout.
+    """
+    root = root or Path(fusedops.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
     return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10")
 
 
-def _driver() -> str | None:
+def driver() -> str | None:
     """The version of NVIDIA's driver."""
     if not torch.cuda.is_available() or torch.version.hip:
         return None

@@ -322,14 +322,14 @@ def _guard(module: nn.Module, state: BlockState) -> bool:
     if kind is Kind.NORM:
         vars(module).pop(GUARDED, None)
         return False
-    if kind in (None, Kind.BLOCK) and not is_parametrized(module):
+    if kind in (None, Kind.BLOCK):
+        if is_parametrized(module):
+            return False
         guarded = Kind.GUARD if kind is None else Kind.INNER_BLOCK
         try:
             _set_class(module, generated_class(original_class(module), guarded))
         except Exception:  # a class that refuses to be subclassed
             return False
-    elif kind in (None, Kind.BLOCK):
-        return False
     vars(module).setdefault(GUARDED, Guard()).blocks.add(state)
     return True
 

@@ -187,14 +187,12 @@ def launch_forward(x: Tensor, *arguments: Any, **options: Any) -> None:
 class Backward(NamedTuple):
     """Calls in the order of their launches: ``calls``, then ``reduction`` unless ``alone``.
 
-    programs: those of the first call.
-    most_programs: as many as it would have of any number of rows, if it is persistent.
+    most_programs: as many as the first call would have of any number of rows, if it is persistent.
     reduction: sums up what the programs have for the weight gradients; None: none are wanted.
     alone: there is one program, which writes these gradients itself.
     """
 
     calls: tuple[Call, ...]
-    programs: int
     most_programs: int
     reduction: Call | None
     alone: bool
@@ -281,31 +279,20 @@ def prepare_backward(
         meta = {"N_COLS": n_cols, "CENTERED": mean is not None, **column_meta(columns, gpu)}
         calls.append(Call(weight_gradient_kernel, grid, arguments, meta))
     alone = n_partials == 1 and not looped
-    return Backward(tuple(calls), n_partials, most_partials, reduction, alone)
+    return Backward(tuple(calls), most_partials, reduction, alone)
 
 
-def launch_backward(
-    s: Tensor,
-    dy: Tensor,
-    dsum: Tensor | None,
-    weight: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    ds: Tensor | None,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    *,
-    weight_offset: float,
-) -> None:
-    """Make the calls of `prepare_backward`; of no rows the weight gradients are zero."""
+def launch_backward(s: Tensor, *tensors: Tensor | None, weight_offset: float) -> None:
+    """Make the calls of `prepare_backward`, whose arguments these are.
+
+    Of no rows the weight gradients, the last two, are zero.
+    """
     if s.numel() == 0:
-        for gradient in (dweight, dbias):
+        for gradient in tensors[-2:]:
             if gradient is not None:
                 gradient.zero_()
         return
-    prepared = prepare_backward(
-        s, dy, dsum, weight, mean, rstd, ds, dweight, dbias, weight_offset=weight_offset
-    )
+    prepared = prepare_backward(s, *tensors, weight_offset=weight_offset)
     reduction = prepared.reduction
     if prepared.alone and reduction is not None:
         compile_once(reduction, s.device)

@@ -100,6 +100,24 @@ def tree_sums() -> Iterator[None]:
 
 
 @pytest.fixture
+def interrupted_turns(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Ctrl-C in the second case of a timing; the seconds that its cases were given."""
+    from fusedops.integrations import timing
+
+    take_turns = timing.take_turns
+    calls: list[float] = []
+
+    def interrupted(works: Any, seconds: float) -> Any:
+        calls.append(seconds)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return take_turns(works, 0.0)
+
+    monkeypatch.setattr(timing, "take_turns", interrupted)
+    return calls
+
+
+@pytest.fixture
 def fresh_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call is launched by what the calls of other tests have left behind."""
     monkeypatch.setattr(direct, "_plans", {})

@@ -26,16 +26,6 @@ pytestmark = [
 ]
 
 
-class Chain:
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-
-class Hooks:
-    def __init__(self) -> None:
-        self.launch_enter_hook, self.launch_exit_hook = Chain(), Chain()
-
-
 class Interpreted:
     """Launches by pointers; the interpreter is handed the tensors that they point to."""
 
@@ -104,11 +94,16 @@ def saved(rows: int = ROWS, *, centered: bool = True, adds: bool = True) -> list
     ]  # fmt: skip
 
 
+def split(arguments: list[Any]) -> tuple[Any, Any, Any]:
+    """dy, dsum, and what autograd has saved."""
+    return arguments[0], arguments[1], tuple(arguments[2:])
+
+
 def plan_for(arguments: list[Any], wanted: Wanted) -> direct_backward.Plan:
     """As `remember`, which takes tensors of a GPU alone."""
-    made = direct_backward._plan(*arguments, wanted)
+    made = direct_backward._plan(*split(arguments), wanted)
     assert made is not None
-    direct_backward._plans[direct_backward._key(*arguments, wanted)] = made
+    direct_backward._plans[direct_backward._key(*split(arguments), wanted)] = made
     return made
 
 
@@ -136,7 +131,7 @@ def test_the_same_bits_as_by_the_general_way(
     plan_for(saved(centered=centered, adds=adds), wanted)
     arguments = saved(rows, centered=centered, adds=adds)
     interpreted.know(*arguments[:-1])
-    found = direct_backward.gradients(*arguments, wanted)
+    found = direct_backward.gradients(*split(arguments), wanted)
     assert found is not None
     expected = general(arguments, wanted)
     for a, b in zip(found, expected, strict=True):
@@ -155,7 +150,7 @@ def test_without_a_weight_and_with_more_dimensions(interpreted: Interpreted) -> 
     plan_for(flat, (True, None, None))
     deep = [None if t is None else t.view(2, 75, H) for t in flat[:3]] + flat[3:]
     interpreted.know(*flat[:-1])
-    found = direct_backward.gradients(*deep, (True, None, None))
+    found = direct_backward.gradients(*split(deep), (True, None, None))
     assert found is not None and found[0] is not None
     assert found[0].shape == (2, 75, H)
     assert torch.equal(found[0].view(ROWS, H), general(flat, (True, None, None))[0])
@@ -168,7 +163,7 @@ def test_what_does_not_fit_is_not_launched(
     arguments = saved()
     plan = plan_for(arguments, wanted)
     interpreted.know(*arguments[:-1])
-    assert direct_backward.gradients(*arguments, wanted) is not None
+    assert direct_backward.gradients(*split(arguments), wanted) is not None
     interpreted.made.clear()
     dy, dsum, s, weight, mean, rstd, offset = arguments
     storage = torch.randn(ROWS * H + 1).half()
@@ -197,21 +192,21 @@ def test_what_does_not_fit_is_not_launched(
         "another shape of dsum": [dy, dsum[1:], s, weight, mean, rstd, offset],
     }
     for reason, given in wrong.items():
-        assert direct_backward.gradients(*given, wanted) is None, reason
-    assert direct_backward.gradients(*arguments, (True, FP16, FP16)) is None
+        assert direct_backward.gradients(*split(given), wanted) is None, reason
+    assert direct_backward.gradients(*split(arguments), (True, FP16, FP16)) is None
     for hook in (plan.hooks.launch_enter_hook, plan.hooks.launch_exit_hook):
         hook.calls.append(print)
-        assert direct_backward.gradients(*arguments, wanted) is None
+        assert direct_backward.gradients(*split(arguments), wanted) is None
         hook.calls.clear()
     with monkeypatch.context() as patched:
         patched.setattr(direct, "_current_device", lambda: 1)
         if direct.launch_backward is not None:
             direct.load_native().configure(current_device=lambda: 1)
-        assert direct_backward.gradients(*arguments, wanted) is None
+        assert direct_backward.gradients(*split(arguments), wanted) is None
     if direct.launch_backward is not None:
         direct.load_native().configure(current_device=direct._current_device)
     assert interpreted.made == []
-    assert direct_backward.gradients(*arguments, wanted) is not None
+    assert direct_backward.gradients(*split(arguments), wanted) is not None
 
 
 def test_rows_beyond_one_program_have_no_plan(
@@ -219,9 +214,9 @@ def test_rows_beyond_one_program_have_no_plan(
 ) -> None:
     s = torch.zeros(2, 32768, dtype=FP16)
     arguments = [s, None, s, None, None, torch.ones(2), 0.0]
-    assert direct_backward._plan(*arguments, (True, None, None)) is None  # type: ignore[arg-type]
+    assert direct_backward._plan(*split(arguments), (True, None, None)) is None  # type: ignore[arg-type]
     monkeypatch.setattr(direct, "is_launched_as_tested", lambda: False)
-    assert direct_backward._plan(*saved(), (True, None, None)) is None
+    assert direct_backward._plan(*split(saved()), (True, None, None)) is None
 
 
 @pytest.fixture
@@ -265,7 +260,7 @@ def test_plans_are_bounded_and_made_once(plannable: None, monkeypatch: pytest.Mo
     arguments, wanted = saved(), (True, FP16, None)
     for number in range(9):
         arguments[-1] = number / 8
-        direct_backward.remember(*arguments, wanted)
+        direct_backward.remember(*split(arguments), wanted)
         assert len(direct_backward._plans) <= 4
     made = []
     original = direct_backward._plan
@@ -277,7 +272,7 @@ def test_plans_are_bounded_and_made_once(plannable: None, monkeypatch: pytest.Mo
 
     def remember() -> None:
         start.wait()
-        direct_backward.remember(*arguments, wanted)
+        direct_backward.remember(*split(arguments), wanted)
 
     threads = [threading.Thread(target=remember) for _ in range(4)]
     for thread in threads:
@@ -291,7 +286,7 @@ def test_nothing_is_remembered_while_a_graph_is_captured(
     plannable: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    direct_backward.remember(*saved(), (True, FP16, None))
+    direct_backward.remember(*split(saved()), (True, FP16, None))
     assert direct_backward._plans == {}
 
 

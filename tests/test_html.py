@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fusedops import cli, dispatch
-from fusedops.integrations import check_parity, load, timing
+from fusedops.integrations import check_parity, load
 from fusedops.integrations.html_report import _ms, _number, _share, render
 from fusedops.integrations.patching import force_operators
 from fusedops.integrations.timing_report import KernelTime, TimingReport, TimingRow
@@ -425,19 +425,8 @@ def test_command_writes_the_page_of_its_json(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"\udcff.html", "report.json"}
 
 
-@pytest.mark.usefixtures("no_kernels")
-def test_command_writes_what_an_interrupt_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take_turns, calls = timing.take_turns, []
-
-    def interrupted(works: Any, seconds: float) -> Any:
-        calls.append(seconds)
-        if len(calls) > 1:
-            raise KeyboardInterrupt
-        return take_turns(works, 0.0)
-
-    monkeypatch.setattr(timing, "take_turns", interrupted)
+@pytest.mark.usefixtures("no_kernels", "interrupted_turns")
+def test_command_writes_what_an_interrupt_left(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     arguments = ["compare", "tiny-gpt2", "--device", "cpu", "--continuation", "0", "--time"]
     arguments += ["--measure", "prefill", "train", "--shape", "1x4", "--html", str(page)]

@@ -330,12 +330,12 @@ with precompile._noting_compiles(names):
                 ("",), x, residual, weight, None, 1e-6, spec, torch.bfloat16, statistics
             )
         rstd = torch.zeros(rows)
-        saved = x, residual, x, weight, None, rstd, 0.0
+        saved = x, weight, None, rstd, 0.0
         wanted = True, torch.bfloat16, None
         autograd.kernel_backward(
-            *saved, False, needs_ds=True, dweight_dtype=wanted[1], dbias_dtype=None
+            x, residual, *saved, False, needs_ds=True, dweight_dtype=wanted[1], dbias_dtype=None
         )
-        assert direct_backward._plan(*saved, wanted)
+        assert direct_backward._plan(x, residual, saved, wanted)
 print(*names)
 """
 
