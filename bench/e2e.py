@@ -12,6 +12,8 @@ runs in a process of its own (integrations/liger.py), beside an unpatched model 
 Variants: "norms" alone; "fused", what `patch` does by default, which leaves small hidden states
 their adds; "across", with the adds of all sizes; "in block", the same without hand-overs to the
 next block. 4 x 2048 tokens, or as many as the model has positions; training of 8B 1 x 2048.
+
+A row's "profile" holds the GPU kernels of one call by kind: how many, and their milliseconds.
 """
 
 import argparse
@@ -72,6 +74,22 @@ def plans(name, measures, seconds):
     ]
 
 
+def rows_of(name, report):
+    """The report's rows as the file has them, each with its own part of the profile."""
+    return [
+        {
+            "model": name,
+            **asdict(row),
+            "profile": {
+                part.kind: {"kernels": part.kernels, "gpu_ms": round(part.gpu_ms, 6)}
+                for part in report.profile_of(row)
+            },
+            "run": 0,
+        }
+        for row in report.rows
+    ]
+
+
 def line(name, row):
     shape = f"{row.sequences}x{row.tokens}"
     memory = f" {row.peak_memory / 2**30:.2f} GiB" if row.peak_memory else ""
@@ -107,7 +125,7 @@ def main():
             add_timings(report, base, contestants, plan)
             if options.against:
                 add_liger(report, base, name, plan)
-            content["rows"] += [{"model": name, **asdict(row), "run": 0} for row in report.rows]
+            content["rows"] += rows_of(name, report)
             record.write(options.out, content)
             for row in report.rows:
                 print(line(name, row), flush=True)

@@ -34,6 +34,9 @@ MODELS = {
     "gpt2-xl": "GPT-2 XL", "qwen3-0.6b": "Qwen3 0.6B", "gemma2-2b": "Gemma 2 2B",
     "bert-base": "BERT base",
 }  # fmt: skip
+# What counts as norms and adds of a patched model; unpatched ones are mostly elementwise kernels.
+REMOVABLE = ("norm", "add")
+GPU_BOUND = 0.9  # of the time: a GPU that is busy for less waits for the CPU
 WIDTHS = (256, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 NOTHING = "Nothing has been measured yet: `make bench`, on a machine with a GPU, does."
 
@@ -203,22 +206,28 @@ def traffic_text(content, link):
     return f"{text}\n\n{table(head, body)}"
 
 
-def models_text(content, link):
+def model_cases(content):
+    """[(cells that name the case, its rows by contestant)] of those with adds fused, in order."""
     cases = {}
     for line in content["rows"]:
         case = tuple(line[key] for key in ("model", "measure", "sequences", "tokens"))
         cases.setdefault(case, {})[line["contestant"]] = line
     order = list(MODELS)
-    body = []
+    found = []
     for case in sorted(cases, key=lambda case: (order.index(case[0]), *case[1:])):
         model, measure, sequences, tokens = case
-        lines = cases[case]
-        base, fused = lines["unpatched"], lines.get("fused")
-        if fused is None:
-            continue
-        what = f"decode, batch {sequences}" if measure == "decode" else measure
+        shape = f"batch {sequences}" if measure == "decode" else f"{sequences} x {tokens}"
+        if "fused" in cases[case]:
+            found.append(([MODELS[model], f"{measure}, {shape}"], cases[case]))
+    return found
+
+
+def models_text(content, link):
+    body = []
+    for names, lines in model_cases(content):
+        base, fused = lines["unpatched"], lines["fused"]
         memory = "–"
-        if measure == "train" and base["peak_memory"]:
+        if base["measure"] == "train" and base["peak_memory"]:
             sizes = [f"{line['peak_memory'] / 2**30:.1f}" for line in (base, fused)]
             memory = " → ".join(sizes)
         speeds = [
@@ -226,9 +235,8 @@ def models_text(content, link):
             if name in lines else "–"
             for name in ("norms", "fused", "liger")
         ]  # fmt: skip
-        shape = what if measure == "decode" else f"{what}, {sequences} x {tokens}"
         kernels = f"{base['kernels']} → {fused['kernels']}"
-        body.append([MODELS[model], shape, f"{base['min_ms']:.2f}", *speeds, kernels, memory])
+        body.append([*names, f"{base['min_ms']:.2f}", *speeds, kernels, memory])
     if not body:
         return ""
     versions = content["runs"][-1]["versions"]
@@ -241,7 +249,58 @@ def models_text(content, link):
         f"([{link.name}](bench/results/{link.name})):"
     )
     head = ["", "", "ms", "norms", "norms and adds", "Liger", "kernels", "memory"]
-    return f"{text}\n\n{table(head, body)}"
+    return "\n\n".join([text, table(head, body), *profile_parts(content)])
+
+
+def profile_parts(content):
+    """What is left to be gained: a sentence and a table, or nothing where nothing was profiled."""
+    body = []
+    for names, lines in model_cases(content):
+        base, fused = lines["unpatched"], lines["fused"]
+        # Older files have no profiles. Decoding a batch takes the kernels of decoding one.
+        profiled = base.get("profile") and fused.get("profile")
+        if not profiled or (base["measure"] == "decode" and base["sequences"] > 1):
+            continue
+        kinds = fused["profile"]
+        before, after = gpu_ms(base["profile"]), gpu_ms(kinds)
+        busy = before / base["min_ms"], after / fused["min_ms"]
+        speed = "–"
+        if min(busy) >= GPU_BOUND:
+            removed = gpu_ms({kind: kinds[kind] for kind in REMOVABLE if kind in kinds})
+            speed = f"{before / after:.2f} of {before / (after - removed):.2f}"
+        shown = (("matmul",), ("attention",), REMOVABLE)
+        rest = tuple(kind for kind in kinds if not any(kind in group for group in shown))
+        body.append(
+            [*names, f"{fused['min_ms']:.2f}", f"{before:.2f} → {after:.2f}"]
+            + [f"{busy[0]:.0%} → {busy[1]:.0%}"]
+            + [of_kinds(kinds, group) for group in (*shown, rest)]
+            + [speed]
+        )
+    if not body:
+        return []
+    text = (
+        "What is left to gain with norms and adds fused: the model's milliseconds; the GPU's own "
+        "by the kernels of one profiled call, before and after, and their share of the whole; the "
+        "patched model's kernels by kind, in milliseconds and (in brackets) number. The last "
+        "column is how many times as fast the GPU's part has become, of how many it could be at "
+        "most: with all norms and adds that remain for nothing, among them adds of rotary "
+        f"embeddings and gradients that no norm follows. Where the share is under {GPU_BOUND:.0%} "
+        "before or after, the CPU sets the pace, and the GPU's time bounds nothing:"
+    )
+    head = ["", "", "ms", "GPU, ms", "share", "matmul", "attention", "norms, adds", "rest",
+            "GPU's speed"]  # fmt: skip
+    return [text, table(head, body)]
+
+
+def gpu_ms(kinds):
+    return sum(kind["gpu_ms"] for kind in kinds.values())
+
+
+def of_kinds(kinds, names):
+    """Milliseconds and number of the kernels of these kinds."""
+    chosen = {name: kinds[name] for name in names if name in kinds}
+    number = sum(kind["kernels"] for kind in chosen.values())
+    return f"{gpu_ms(chosen):.2f} ({number})" if number else "–"
 
 
 def fidelity_text(content, link):

@@ -178,7 +178,11 @@ def kind_of(kernel: str) -> str:
 
 
 def kernel_times(work: Work) -> dict[str, tuple[int, float]] | None:
-    """The GPU kernels of one call, {kind: (number, milliseconds)}; None without CUDA."""
+    """The GPU kernels of one call, {kind: (number, milliseconds)}; None without CUDA.
+
+    Together the times are those in which a GPU is busy: while two kernels run at once, which ours
+    do with what they follow (`fusedops.kernels.config.Gpu`), the time is that of the earlier one.
+    """
     if not work.cuda:
         return None
     work.before()
@@ -190,11 +194,14 @@ def kernel_times(work: Work) -> dict[str, tuple[int, float]] | None:
         work.synchronize()
     work.after()
     found: dict[str, tuple[int, float]] = {}
-    for event in profile.events():
-        if event.device_type.name == "CUDA":
-            kind = kind_of(event.name)
-            number, spent = found.get(kind, (0, 0.0))
-            found[kind] = number + 1, spent + event.time_range.elapsed_us() / 1e3
+    until: dict[int, float] = {}  # by GPU, when it has ended all that began so far
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        start, end = event.time_range.start, event.time_range.end
+        before = until.get(event.device_index, start)
+        until[event.device_index] = max(before, end)
+        number, spent = found.get(kind := kind_of(event.name), (0, 0.0))
+        found[kind] = number + 1, spent + max(0.0, end - max(start, before)) / 1e3
     return found
 
 

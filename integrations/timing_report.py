@@ -77,7 +77,8 @@ class TimingRow(Case):
 class KernelTime(Case):
     """The GPU kernels of one kind in one call of one contestant: how many, and their time together.
 
-    The kinds are those of `fusedops.integrations.timing.KINDS`.
+    The kinds are those of `fusedops.integrations.timing.KINDS`. Where kernels overlap, the time
+    counts once, for the one that began first.
     """
 
     contestant: str
@@ -124,6 +125,15 @@ class TimingReport:
         """Add a note, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def profile_of(self, row: TimingRow) -> list[KernelTime]:
+        """What of ``profile`` is of the contestant and the case of ``row``."""
+        key = (row.measure, row.sequences, row.tokens, row.contestant)
+        return [
+            part
+            for part in self.profile
+            if (part.measure, part.sequences, part.tokens, part.contestant) == key
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values, tokens a second included."""

@@ -17,6 +17,7 @@ from fusedops import dispatch
 from fusedops.integrations import load, timing
 from fusedops.integrations.loading import ByteTokenizer
 from fusedops.integrations.stream import BLOCK
+from fusedops.integrations.timing_report import KernelTime, TimingRow
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -388,6 +389,98 @@ def test_the_table_of_whole_models(bench: Any, tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="one benchmark"):
         bench.record.merge([content, content_of({})])
+
+
+def test_what_is_left_to_gain(bench: Any, tmp_path: Path) -> None:
+    def lines(measure: str, sequences: int, *milliseconds: float) -> Any:
+        kernels = [
+            {"elementwise": (30, 4.0), "norm": (4, 0.9), "add": (9, 2.1), "matmul": (7, 12.0)},
+            {"matmul": (7, 12.0), "norm": (5, 1.5), "add": (2, 0.5), "elementwise": (8, 0.75),
+             "other": (1, 0.5), "copy or fill": (1, 0.25)},
+        ]  # fmt: skip
+        return [
+            {"model": "llama-1b", "measure": measure, "sequences": sequences, "tokens": 1,
+             "contestant": name, "min_ms": ms, "best_ratio": 1.2, "ratio": 1.2, "run": 0,
+             "kernels": 50, "peak_memory": None,
+             "profile": {kind: {"kernels": n, "gpu_ms": spent} for kind, (n, spent) in of.items()}}
+            for name, ms, of in zip(("unpatched", "fused"), milliseconds, kernels, strict=True)
+        ]  # fmt: skip
+
+    old = lines("prefill", 2, 20.0, 16.0) + lines("prefill", 3, 20.0, 16.0)
+    del old[0]["profile"]
+    old[3]["profile"] = {}
+    rows = [
+        *lines("decode", 1, 38.0, 31.0),
+        *lines("decode", 16, 38.0, 31.0),
+        *lines("prefill", 4, 20.0, 16.0),  # 95% and 97%
+        *lines("train", 1, 20.0, 17.5),  # 95% and 89%
+        *old,
+    ]
+    run = {"gpu": "NVIDIA H200", "versions": {"transformers": "5.17.0"}}
+    content = {"benchmark": "models", "runs": [run], "rows": rows}
+    text = bench.plot.models_text(content, tmp_path / "h200-e2e.json")
+    models, profile = text.split("What is left to gain")
+    assert models.count("| Llama 1B |") == 6
+    assert profile.splitlines()[4:] == [
+        "| Llama 1B | decode, batch 1 | 31.00 | 19.00 → 15.50 | 50% → 50% | 12.00 (7) | – "
+        "| 2.00 (7) | 1.50 (10) | – |",
+        "| Llama 1B | prefill, 4 x 1 | 16.00 | 19.00 → 15.50 | 95% → 97% | 12.00 (7) | – "
+        "| 2.00 (7) | 1.50 (10) | 1.23 of 1.41 |",  # 19 / 15.5, 19 / 13.5
+        "| Llama 1B | train, 1 x 1 | 17.50 | 19.00 → 15.50 | 95% → 89% | 12.00 (7) | – "
+        "| 2.00 (7) | 1.50 (10) | – |",
+    ]
+    without = bench.plot.models_text({**content, "rows": old}, tmp_path / "h200-e2e.json")
+    assert without.count("| Llama 1B |") == 2
+    assert "left to gain" not in without
+    known = {kind for kind, _ in timing.KINDS}
+    assert {"matmul", "attention", *bench.plot.REMOVABLE} <= known
+
+
+def test_profiles_of_whole_models_are_kept_and_merged(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add_timings(report: Any, model: Any, contestants: Any, plan: Any) -> None:
+        for case in plan.cases(model):
+            shape = (case.measure, case.sequences, case.tokens)
+            for name in contestants:
+                times = {"median_ms": 2.0, "min_ms": 1.0, "unpatched_ms": 2.0, "ratio": 1.0}
+                row = TimingRow(*shape, contestant=name, **times, best_ratio=1.0, rounds=3)
+                report.rows.append(row)
+                for kind, spent in (("norm", 0.1 + 0.2), ("matmul", float(case.sequences))):
+                    report.profile.append(KernelTime(*shape, name, kind, len(name), spent))
+
+    def measured(name: str, *arguments: str) -> Path:
+        out = tmp_path / name
+        call(["--models", "llama-1b", "--against", "--out", str(out), *arguments])
+        return out
+
+    def call(arguments: list[str]) -> None:
+        monkeypatch.setattr(sys, "argv", ["e2e.py", *arguments])
+        bench.e2e.main()
+
+    monkeypatch.setattr(bench.e2e, "load", lambda *_: SimpleNamespace(model=build_llama()))
+    monkeypatch.setattr(bench.e2e, "add_timings", add_timings)
+    new = measured("new.json", "--measures", "decode", "--variants", "fused")
+    rows = json.loads(new.read_text())["rows"]
+    assert [(row["sequences"], row["contestant"], row["profile"]) for row in rows] == [
+        (batch, name, {"norm": {"kernels": len(name), "gpu_ms": 0.3},
+                       "matmul": {"kernels": len(name), "gpu_ms": batch}})
+        for batch in (1, 16) for name in ("unpatched", "fused")
+    ]  # fmt: skip
+
+    old = measured("old.json", "--measures", "decode", "prefill", "--variants", "norms", "fused")
+    content = json.loads(old.read_text())
+    for row in content["rows"]:
+        del row["profile"]
+    bench.record.write(old, content)
+    both = tmp_path / "both.json"
+    call(["--merge", str(old), str(new), "--out", str(both)])
+    merged = json.loads(both.read_text())["rows"]
+    key = bench.record.identity
+    expected = {key(row, "models"): row for row in content["rows"]}
+    expected |= {key(row, "models"): {**row, "run": 1} for row in rows}
+    assert merged == list(expected.values())
+    assert len(merged) == 9
 
 
 # Real weights and text --------------------------------------------------------------------------

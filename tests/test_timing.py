@@ -310,19 +310,25 @@ def test_kinds_of_kernels(name: str) -> None:
     assert timing.kind_of(name) == KERNELS[name]
 
 
-def test_kernels_are_added_up_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def event(name: str, spent: float, device: str = "CUDA") -> Any:
-        elapsed = SimpleNamespace(elapsed_us=lambda: spent)
+def test_kernels_by_kind_and_overlaps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def event(name: str, start: float, end: float, gpu: int = 0, device: str = "CUDA") -> Any:
         return SimpleNamespace(
-            name=name, time_range=elapsed, device_type=SimpleNamespace(name=device)
+            name=name,
+            time_range=SimpleNamespace(start=start, end=end),
+            device_index=gpu,
+            device_type=SimpleNamespace(name=device),
         )
 
     class Profile(nullcontext):  # type: ignore[type-arg]
         def events(self) -> list[Any]:
             return [
-                event("norm_forward_kernel", 2000.0), event("nvjet_a", 500.0),
-                event("norm_forward_kernel", 1000.0), event("cudaLaunchKernel", 9.0, "CPU"),
-            ]  # fmt: skip
+                event("norm_forward_kernel", 6000.0, 7000.0),
+                event("norm_forward_kernel", 2000.0, 4000.0),
+                event("nvjet_a", 1000.0, 2500.0),  # the norm waits for it until 2500
+                event("Memcpy DtoD", 2600.0, 3900.0),  # on another stream, while the norm runs
+                event("cunn_SoftMaxForward", 3000.0, 3250.0, gpu=1),
+                event("cudaLaunchKernel", 0.0, 9000.0, device="CPU"),
+            ]
 
         def __enter__(self) -> "Profile":
             return self
@@ -331,7 +337,9 @@ def test_kernels_are_added_up_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Work, "synchronize", lambda self: None)
     assert timing.kernel_times(Work(lambda: None)) is None
     work = Work(lambda: None, devices=frozenset([torch.device("cuda", 0)]))
-    assert timing.kernel_times(work) == {"norm": (2, 3.0), "matmul": (1, 0.5)}
+    assert timing.kernel_times(work) == {
+        "matmul": (1, 1.5), "norm": (2, 2.5), "copy or fill": (1, 0.0), "attention": (1, 0.25),
+    }  # fmt: skip
 
 
 # What stays as it was --------------------------------------------------------------------------
@@ -437,6 +445,7 @@ def test_report_as_json_and_back() -> None:
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert found["rows"][1]["tokens_per_second"] == pytest.approx(2000.0)
     assert TimingReport.from_dict(found) == report
+    assert [report.profile_of(row) for row in report.rows] == [[part] for part in report.profile]
 
 
 def test_table() -> None:
