@@ -86,6 +86,8 @@ def candidates(case, names=""):
     if case.direction == "forward" and OPERATORS[case.operator][0]:
         apart = [dataclasses.replace(one, apart=True) for one in others if one.num_warps > 1]
         others += [one for one in apart if config.warps_apart(one, 2) > 1 and one.slices == 1]
+    if case.direction == "forward" and not OPERATORS[case.operator][1]:
+        others += [dataclasses.replace(one, reloaded=True) for one in others]
     yield from (one for one in others if one != today(case) and re.search(names, describe(one)))
 
 
@@ -421,7 +423,12 @@ class Timer:
 
 
 def describe(chosen):
-    flags = "w" * chosen.weights_first + "p" * chosen.packed + "a" * chosen.apart
+    flags = (
+        "w" * chosen.weights_first
+        + "p" * chosen.packed
+        + "r" * chosen.reloaded
+        + "a" * chosen.apart
+    )
     slices = f"/s{chosen.slices}" if chosen.slices > 1 else ""
     depth = f"q{chosen.num_stages}n{chosen.programs_per_sm}" if chosen.num_stages > 1 else ""
     return f"{chosen.block_rows}x{chosen.num_warps}{flags}{slices}{depth}"
@@ -505,7 +512,8 @@ def main():
                 **case._asdict(), "name": describe(one), "rows": one.block_rows,
                 "block": one.block_size, "warps": one.num_warps, "stages": one.num_stages,
                 "per_sm": one.programs_per_sm, "slices": one.slices,
-                "weights_first": one.weights_first, "packed": one.packed, "apart": one.apart,
+                "weights_first": one.weights_first, "packed": one.packed,
+                "reloaded": one.reloaded, "apart": one.apart,
             }  # fmt: skip
             found.append(result)
             if isinstance(resources, str):

@@ -81,6 +81,60 @@ def store_sum(total, partial_ptrs, gradient_ptrs, mask, alone):
         tl.store(partial_ptrs, total, mask=mask)
 
 
+@triton.jit
+def walk_over_tile(
+    tile, s_ptr, dy_ptr, dsum_ptr, mean_ptr, rstd_ptr, ds_ptr, dweight_ptr, dbias_ptr, n_rows,
+    n_inner, s_row_stride, s_outer_stride, dy_row_stride, dy_outer_stride, dsum_row_stride,
+    dsum_outer_stride, ds_row_stride, weight_ptr, stored_weight, weight, dweight, dbias, cols,
+    columns, N_COLS, CENTERED, WEIGHT_OFFSET, BLOCK_ROWS: tl.constexpr, MASKED, PACKED,
+):  # fmt: skip
+    """Store ds of one tile of rows; (dweight, dbias) with what these rows add to them."""
+    ACC: tl.constexpr = tl.float64 if s_ptr.dtype.element_ty == tl.float64 else tl.float32
+    rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_mask = (rows < n_rows) if BLOCK_ROWS > 1 else tl.full((1,), True, tl.int1)
+    mask = row_mask[:, None] & columns
+    s_offsets = row_offsets(rows, n_inner, s_outer_stride, s_row_stride)
+    dy_offsets = row_offsets(rows, n_inner, dy_outer_stride, dy_row_stride)
+    s = tl.load(s_ptr + s_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+    dy = tl.load(dy_ptr + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+    rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
+    mean = 0.0
+    if CENTERED:
+        mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
+    x_hat = normalised(s, mean, rstd, columns, ACC, CENTERED, MASKED)
+    g = dy.to(ACC)
+    if dweight_ptr is not None:
+        dweight += g * x_hat
+    if dbias_ptr is not None:
+        dbias += g
+    if ds_ptr is not None:
+        if weight_ptr is not None:
+            g *= weight
+        if CENTERED:
+            gx_sum, g_sum = sum_both(g * x_hat, g)
+            g_mean = divide_by(g_sum, N_COLS)[:, None]
+        else:
+            gx_sum = tl.sum(g * x_hat, axis=1)
+        gx_mean = divide_by(gx_sum, N_COLS)[:, None]
+        if PACKED:
+            x_hat = normalised(opaque(s), mean, rstd, columns, ACC, CENTERED, MASKED)
+            g = opaque(dy).to(ACC)
+            if weight_ptr is not None:
+                g *= as_factor(opaque(stored_weight), ACC, WEIGHT_OFFSET)
+        ds = g - x_hat * gx_mean
+        if CENTERED:
+            ds -= g_mean
+        ds *= rstd
+        if dsum_ptr is not None:
+            dsum_offsets = row_offsets(rows, n_inner, dsum_outer_stride, dsum_row_stride)
+            ds += tl.load(
+                dsum_ptr + dsum_offsets[:, None] + cols[None, :], mask=mask, other=0.0
+            ).to(ACC)
+        ds_offsets = (rows * ds_row_stride)[:, None] + cols[None, :]
+        tl.store(ds_ptr + ds_offsets, round_to(ds, ds_ptr.dtype.element_ty), mask=mask)
+    return dweight, dbias
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
 def norm_backward_kernel(
     s_ptr,
@@ -125,6 +179,10 @@ def norm_backward_kernel(
     cols = tl.arange(0, BLOCK_SIZE)
     col_mask = (cols < N_COLS) if MASKED else tl.full((BLOCK_SIZE,), True, tl.int1)
     columns = col_mask[None, :]
+    stored_weight = 0.0  # nothing reads these four where they are not wanted
+    weight = 0.0
+    dweight = 0.0
+    dbias = 0.0
     if weight_ptr is not None:
         stored_weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0)
         weight = as_factor(stored_weight, ACC, WEIGHT_OFFSET)
@@ -134,49 +192,24 @@ def norm_backward_kernel(
         dbias = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
 
     n_tiles = (n_rows - 1) // BLOCK_ROWS + 1  # unlike tl.cdiv, cannot overflow
-    for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=NUM_STAGES):
-        rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        row_mask = (rows < n_rows) if BLOCK_ROWS > 1 else tl.full((1,), True, tl.int1)
-        mask = row_mask[:, None] & columns
-        s_offsets = row_offsets(rows, n_inner, s_outer_stride, s_row_stride)
-        dy_offsets = row_offsets(rows, n_inner, dy_outer_stride, dy_row_stride)
-        s = tl.load(s_ptr + s_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
-        dy = tl.load(dy_ptr + dy_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        mean = 0.0
-        if CENTERED:
-            mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
-        x_hat = normalised(s, mean, rstd, columns, ACC, CENTERED, MASKED)
-        g = dy.to(ACC)
-        if dweight_ptr is not None:
-            dweight += g * x_hat
-        if dbias_ptr is not None:
-            dbias += g
-        if ds_ptr is not None:
-            if weight_ptr is not None:
-                g *= weight
-            if CENTERED:
-                gx_sum, g_sum = sum_both(g * x_hat, g)
-                g_mean = divide_by(g_sum, N_COLS)[:, None]
-            else:
-                gx_sum = tl.sum(g * x_hat, axis=1)
-            gx_mean = divide_by(gx_sum, N_COLS)[:, None]
-            if PACKED:
-                x_hat = normalised(opaque(s), mean, rstd, columns, ACC, CENTERED, MASKED)
-                g = opaque(dy).to(ACC)
-                if weight_ptr is not None:
-                    g *= as_factor(opaque(stored_weight), ACC, WEIGHT_OFFSET)
-            ds = g - x_hat * gx_mean
-            if CENTERED:
-                ds -= g_mean
-            ds *= rstd
-            if dsum_ptr is not None:
-                dsum_offsets = row_offsets(rows, n_inner, dsum_outer_stride, dsum_row_stride)
-                ds += tl.load(
-                    dsum_ptr + dsum_offsets[:, None] + cols[None, :], mask=mask, other=0.0
-                ).to(ACC)
-            ds_offsets = (rows * ds_row_stride)[:, None] + cols[None, :]
-            tl.store(ds_ptr + ds_offsets, round_to(ds, ds_ptr.dtype.element_ty), mask=mask)
+    if n_tiles <= tl.num_programs(0):
+        # A single tile a program: nothing to load ahead, and a pipeline takes time to begin.
+        dweight, dbias = walk_over_tile(
+            pid, s_ptr, dy_ptr, dsum_ptr, mean_ptr, rstd_ptr, ds_ptr, dweight_ptr, dbias_ptr,
+            n_rows, n_inner, s_row_stride, s_outer_stride, dy_row_stride, dy_outer_stride,
+            dsum_row_stride, dsum_outer_stride, ds_row_stride, weight_ptr, stored_weight, weight,
+            dweight, dbias, cols, columns, N_COLS, CENTERED, WEIGHT_OFFSET, BLOCK_ROWS, MASKED,
+            PACKED,
+        )  # fmt: skip
+    else:
+        for tile in tl.range(pid, n_tiles, tl.num_programs(0), num_stages=NUM_STAGES):
+            dweight, dbias = walk_over_tile(
+                tile, s_ptr, dy_ptr, dsum_ptr, mean_ptr, rstd_ptr, ds_ptr, dweight_ptr, dbias_ptr,
+                n_rows, n_inner, s_row_stride, s_outer_stride, dy_row_stride, dy_outer_stride,
+                dsum_row_stride, dsum_outer_stride, ds_row_stride, weight_ptr, stored_weight,
+                weight, dweight, dbias, cols, columns, N_COLS, CENTERED, WEIGHT_OFFSET, BLOCK_ROWS,
+                MASKED, PACKED,
+            )  # fmt: skip
 
     start_next(OVERLAPPED)
     offsets = pid.to(tl.int64) * N_COLS + cols
@@ -465,20 +498,31 @@ def weight_gradient_kernel(
         tl.store(dbias_partial_ptr + offsets, tl.sum(dbias, axis=0), mask=col_mask)
 
 
+FEW = tl.constexpr(32)  # partial sums that are taken at once
+
+
+@triton.jit
+def load_partials(partial_ptr, begin, ROWS: tl.constexpr, n_partials, n_cols, cols):
+    """Rows from ``begin`` on, zero where there are none."""
+    rows = begin + tl.arange(0, ROWS)
+    offsets = tl.cast(rows, tl.int64)[:, None] * n_cols + cols[None, :]
+    mask = (rows < n_partials)[:, None] & (cols < n_cols)[None, :]
+    return tl.load(partial_ptr + offsets, mask=mask, other=0.0)
+
+
 @triton.jit
 def sum_partials(partial_ptr, out_ptr, n_partials, n_cols, BLOCK_ROWS, BLOCK_SIZE):
     """One block of columns of ``out`` (n_cols,): the sum over partial (n_partials, n_cols)."""
     cols = tl.program_id(0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    col_mask = cols < n_cols
-    total = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=partial_ptr.dtype.element_ty)
-    for begin in range(0, n_partials, BLOCK_ROWS):
-        rows = begin + tl.arange(0, BLOCK_ROWS)
-        offsets = tl.cast(rows, tl.int64)[:, None] * n_cols + cols[None, :]
-        mask = (rows < n_partials)[:, None] & col_mask[None, :]
-        total += tl.load(partial_ptr + offsets, mask=mask, other=0.0)
-    tl.store(
-        out_ptr + cols, round_to(tl.sum(total, axis=0), out_ptr.dtype.element_ty), mask=col_mask
-    )
+    if n_partials <= FEW:  # less to wait for than a block of many rows, most of them missing
+        few = load_partials(partial_ptr, 0, FEW, n_partials, n_cols, cols)
+        total = tl.sum(few, axis=0)
+    else:
+        sums = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=partial_ptr.dtype.element_ty)
+        for begin in range(0, n_partials, BLOCK_ROWS):
+            sums += load_partials(partial_ptr, begin, BLOCK_ROWS, n_partials, n_cols, cols)
+        total = tl.sum(sums, axis=0)
+    tl.store(out_ptr + cols, round_to(total, out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
 @triton.jit(do_not_specialize=["n_partials"])

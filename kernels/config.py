@@ -41,6 +41,7 @@ class LaunchConfig:
         their latency where there are few rows, and takes registers.
     packed: 2-byte elements are kept as they are between their uses, in half the registers, and
         converted each time.
+    reloaded: the forward loads x again once it has the statistics, instead of keeping it.
     apart: each warp makes LayerNorm's statistics of its own columns of a row by itself, and the
         warps then exchange them once instead of twice.
     """
@@ -53,6 +54,7 @@ class LaunchConfig:
     slices: int = 1
     weights_first: bool = False
     packed: bool = False
+    reloaded: bool = False
     apart: bool = False
 
 
@@ -84,20 +86,22 @@ def next_power_of_2(n: int) -> int:
 # are kept as they are until the statistics are known, halve it. 1024 threads have 64 registers
 # each: 32768 fp32 values take half of them. The backward keeps its weight gradients besides.
 MAX_FORWARD_BLOCK = 32768
+MAX_RELOADED_BLOCK = 65536  # of RMSNorm's rows, which are not kept; they are to be aligned, too
 MAX_BACKWARD_BLOCK = 16384
 
 # The tables below hold the fastest of all tile shapes tried for rows of 2-byte elements on an
-# H200 (bench/results/h200-tune.json, by bench/tune.py): block_size -> (block_rows, num_warps, flags
-# "w" weights_first, "p" packed and "a" apart). Of those within two percent of the most
-# bandwidth, the one that is the quickest for 64 rows.
+# H200 (bench/results/h200-tune.json and, with "r", h200-tune-reloaded.json, by bench/tune.py):
+# block_size -> (block_rows, num_warps, flags "w" weights_first, "p" packed, "r" reloaded and "a"
+# apart). Of those within two percent of the most bandwidth, the one that is the quickest for 64
+# rows, or, if that costs it little, the one with the most.
 FORWARD_RMS = {
-    64: (16, 4, "wp"), 128: (16, 8, "wp"), 256: (8, 4, "wp"), 512: (2, 2, "wp"), 1024: (1, 2, "w"),
-    2048: (1, 4, "w"), 4096: (1, 8, "wp"), 8192: (1, 8, "wp"), 16384: (1, 16, "wp"),
-    32768: (1, 32, ""),
+    64: (16, 4, "r"), 128: (16, 4, "r"), 256: (8, 4, "r"), 512: (2, 2, "wp"), 1024: (1, 2, "wr"),
+    2048: (1, 4, "w"), 4096: (1, 8, "wr"), 8192: (1, 8, "wr"), 16384: (1, 16, "wr"),
+    32768: (1, 32, "r"), 65536: (1, 32, "r"),
 }  # fmt: skip
 FORWARD_LAYER = {
-    64: (16, 1, ""), 128: (8, 1, ""), 256: (4, 1, "p"), 512: (2, 1, "p"), 1024: (1, 2, ""),
-    2048: (1, 4, ""), 4096: (1, 4, "w"), 8192: (1, 8, ""), 16384: (1, 8, "pa"),
+    64: (16, 1, ""), 128: (8, 1, ""), 256: (4, 1, "wpr"), 512: (2, 1, "p"), 1024: (1, 2, "r"),
+    2048: (1, 2, "wpr"), 4096: (1, 4, "wpra"), 8192: (1, 4, "wra"), 16384: (1, 8, "pa"),
     32768: (1, 32, ""),
 }  # fmt: skip
 FORWARD_ADD_RMS = {
@@ -112,14 +116,16 @@ FORWARD_ADD_LAYER = {
 }  # fmt: skip
 # Rows that do not fill their block leave warps idle, and masking costs instructions: these want
 # fewer warps, and best a number by whose share of the columns the row can be divided. The keys are
-# the longest rows that an entry is for (measured at 768, 1600, 2560, 3072, 5120, 7168 and 12288).
+# the longest rows that an entry is for (measured at 768, 1600, 2560, 3072, 3584, 5120, 6144, 7168
+# and 12288).
 MASKED_RMS = {
-    1024: (1, 1, "wp"), 2048: (1, 2, "wp"), 4096: (1, 4, "w"), 8192: (1, 8, "wp"),
-    16384: (1, 8, "wp"),
+    1024: (1, 1, "r"), 2048: (1, 4, "wr"), 2560: (1, 4, "w"), 4096: (1, 8, "wr"),
+    8192: (1, 8, "wr"), 16384: (1, 16, "wr"),
 }  # fmt: skip
 MASKED_LAYER = {
-    1024: (1, 1, "wp"), 2048: (1, 1, "wp"), 2560: (1, 2, "pa"), 3072: (1, 4, "a"),
-    4096: (1, 2, "pa"), 8192: (1, 4, "pa"), 16384: (1, 8, ""),
+    1024: (1, 1, "wp"), 2048: (1, 1, "wpr"), 2560: (1, 2, "ra"), 3072: (1, 4, "wra"),
+    4096: (1, 2, "wpra"), 5120: (1, 4, "wpra"), 6144: (1, 4, "pr"), 8192: (1, 4, "pra"),
+    16384: (1, 8, "pr"),
 }  # fmt: skip
 MASKED_ADD_RMS = {
     1024: (1, 4, "wp"), 2048: (1, 4, "w"), 4096: (1, 8, "w"), 8192: (1, 4, "w"), 16384: (1, 16, ""),
@@ -174,6 +180,10 @@ def least_rows(block_size: int) -> int:
     return max(16, 4096 // block_size) if triton.knobs.runtime.interpret else 1
 
 
+MAX_BYTES_OF_THREAD = 128
+"""Of a row, in the forward's tables."""
+
+
 def entry(table: dict[int, tuple[Any, ...]], n_cols: int) -> tuple[Any, ...]:
     """Of the entries for rows as long as these or longer, the one for the shortest."""
     return table[min(columns for columns in table if columns >= n_cols)]
@@ -188,10 +198,12 @@ def forward_config(
     ``centered`` tells LayerNorm, ``adds`` the residual-add form.
     """
     block_size = next_power_of_2(n_cols)
-    fits = block_size * itemsize <= MAX_FORWARD_BLOCK * 2
+    block_bytes = block_size * itemsize
+    reloads = not centered and not adds and itemsize <= 4 and n_cols % 16 == 0
+    fits = block_bytes <= (MAX_RELOADED_BLOCK if reloads else MAX_FORWARD_BLOCK) * 2
     # The widest block has one program a multiprocessor: nothing to do while it waits for its
-    # reductions. RMSNorm with the add does not mind (98 % of copy); the others gain 1 to 17 %.
-    alone = block_size * itemsize == MAX_FORWARD_BLOCK * 2 and (centered or not adds)
+    # reductions. RMSNorm does not mind (98 to 99 % of copy); LayerNorm gains 8 to 17 % by slices.
+    alone = block_bytes == MAX_FORWARD_BLOCK * 2 and centered
     if alone or not fits:
         slices = slices_of(n_cols, itemsize, FORWARD_SLICE, gpu)
         if slices > 1:
@@ -209,12 +221,15 @@ def forward_config(
     table = FORWARD[centered, adds][block_size != n_cols]
     # fp64 takes two registers a value.
     block_rows, num_warps, flags = entry(table, n_cols * 2 if itemsize == 8 else n_cols)
+    if itemsize == 4:  # as many bytes a thread as 2-byte elements take at most
+        num_warps = max(num_warps, block_rows * block_bytes // (32 * MAX_BYTES_OF_THREAD))
     return LaunchConfig(
         max(block_rows, least_rows(block_size)),
         block_size,
         num_warps,
         weights_first="w" in flags and itemsize < 8,
         packed="p" in flags and itemsize == 2 and NVIDIA,
+        reloaded="r" in flags,
         apart="a" in flags,
     )
 

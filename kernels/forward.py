@@ -46,7 +46,7 @@ def load_columns(ptr, cols, col_mask, other):
     if ptr is None:
         return tl.zeros((1,), dtype=tl.float32)
     else:
-        return tl.load(ptr + cols, mask=col_mask, other=other)
+        return tl.load(ptr + cols, mask=col_mask, other=other, eviction_policy="evict_last")
 
 
 @triton.jit
@@ -197,12 +197,16 @@ def norm_forward_kernel(
     SLICE_COLS: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     PACKED: tl.constexpr,
+    RELOADED: tl.constexpr,
     WARPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """BLOCK_ROWS whole rows a program, or (BLOCK_ROWS = 1) a slice of SLICE_COLS columns of a row.
 
-    SLICE_COLS is N_COLS where rows are not sliced; BLOCK_SIZE is the next power of two.
+    SLICE_COLS is N_COLS where rows are not sliced; BLOCK_SIZE is the next power of two. With
+    RELOADED (without a residual) x is loaded again, from L1 or L2, for its last use: registers that
+    need not keep it meanwhile make room for more programs, and the caches are told when it is done
+    with.
 
     The row length is a constant here so that the compiler drops the lanes beyond it, and all
     masking of columns where it is a power of two itself.
@@ -212,6 +216,7 @@ def norm_forward_kernel(
     S_DTYPE: tl.constexpr = (x_ptr if sum_ptr is None else sum_ptr).dtype.element_ty
     Y_DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if tl.float64 == S_DTYPE else tl.float32
+    FIRST_LOAD: tl.constexpr = "evict_last" if RELOADED else ""
 
     start(OVERLAPPED)
     cols = tl.arange(0, BLOCK_SIZE)
@@ -239,7 +244,8 @@ def norm_forward_kernel(
         bias = load_columns(bias_ptr, cols, col_mask, 0.0)
     x_offsets = row_offsets(rows, n_inner, x_outer_stride, x_row_stride)
     y_offsets = (rows * y_row_stride)[:, None] + cols[None, :]
-    stored = tl.load(x_ptr + x_offsets[:, None] + cols[None, :], mask=mask, other=0.0)
+    x_ptrs = x_ptr + x_offsets[:, None] + cols[None, :]
+    stored = tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy=FIRST_LOAD)
     s = stored.to(ACC)
     if residual_ptr is not None:
         r_offsets = row_offsets(rows, n_inner, residual_outer_stride, residual_row_stride)
@@ -262,7 +268,6 @@ def norm_forward_kernel(
             mean, m2 = merge_moments(means, m2s, N_COLS, SLICE_COLS)
         variance = divide_by(m2, N_COLS)
         variance = tl.maximum(variance, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        s = again(s, stored, PACKED) - mean[:, None]
         if mean_ptr is not None:
             tl.store(mean_ptr + rows, mean, mask=slice_mask)
     else:
@@ -272,11 +277,16 @@ def norm_forward_kernel(
             squares, _ = receive(*look(exchange_ptr, row, True, N_SLICES))
             squares = tl.sum(squares, axis=0, keep_dims=True)
         variance = divide_by(squares, N_COLS)
-        s = again(s, stored, PACKED)
     rstd = reciprocal_root(variance, eps)  # eps inside the root: PyTorch's convention
     if rstd_ptr is not None:
         tl.store(rstd_ptr + rows, rstd, mask=slice_mask)
 
+    if RELOADED:
+        s = tl.load(x_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
+    else:
+        s = again(s, stored, PACKED)
+    if CENTERED:
+        s -= mean[:, None]
     if not WEIGHTS_FIRST:
         weight = load_columns(weight_ptr, cols, col_mask, 1.0)
         bias = load_columns(bias_ptr, cols, col_mask, 0.0)

@@ -172,6 +172,7 @@ def prepare_forward(
         "SLICE_COLS": slice_columns(n_cols, config.slices),
         "WEIGHTS_FIRST": config.weights_first,
         "PACKED": config.packed,
+        "RELOADED": config.reloaded,
         "WARPS": warps_apart(config, s.dtype.itemsize) if centered else 1,
     }
     grid = (triton.cdiv(n_rows, config.block_rows) * config.slices,)
