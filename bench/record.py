@@ -87,6 +87,15 @@ def geometric(values):
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
+def without_folder(argument):
+    """A command's argument as others would give it, who have other folders.
+
+    >>> without_folder("/home/somebody/out.json"), without_folder("bench/run.py")
+    ('out.json', 'bench/run.py')
+    """
+    return Path(argument).name if Path(argument).is_absolute() else argument
+
+
 def environment(missing):
     """What a result depends on beside the code that is measured."""
     import torch
@@ -103,7 +112,7 @@ def environment(missing):
         },
         "missing": missing,
         "commit": commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *map(without_folder, sys.argv)]),
         "date": time.strftime("%Y-%m-%d"),
     }
 
