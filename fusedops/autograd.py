@@ -21,6 +21,10 @@ __all__ = [
 ]
 
 
+SavedTensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+"""s, weight, mean and rstd, as autograd gives them back."""
+
+
 class Spec(NamedTuple):
     """What distinguishes one norm from another.
 
@@ -36,6 +40,20 @@ class Spec(NamedTuple):
     weight_offset: float
     y_dtype: torch.dtype
     row_major: bool
+
+
+class Kept(NamedTuple):
+    """What a call leaves for its backward beside tensors; direct.c knows the places of its parts.
+
+    One object, which the C makes once for all calls of a plan.
+    """
+
+    eps: float
+    spec: Spec
+    x_dtype: torch.dtype
+    residual_dtype: torch.dtype | None
+    bias_dtype: torch.dtype | None
+    fits: list[direct_backward.Fit | None] | None  # None: the backward is not called from C
 
 
 class Outputs(NamedTuple):
@@ -172,6 +190,33 @@ def training_forward(
     return direct.launch(x, *prepared)
 
 
+def keep(
+    x: Tensor,
+    residual: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    spec: Spec,
+    fits: list[direct_backward.Fit | None] | None = None,
+) -> Kept:
+    """The `Kept` of a call."""
+    return Kept(
+        eps,
+        spec,
+        x.dtype,
+        None if residual is None else residual.dtype,
+        None if bias is None else bias.dtype,
+        fits,
+    )
+
+
+# The Functions below are called for every norm of a training step. Once direct.c is loaded it puts
+# its own `forward` in the place of theirs, and itself between autograd and their `backward`. It
+# does what they do in calls that a plan's C has prepared, and calls what stands here for all
+# others: the first of a kind, gradients that are to be differentiated again, tensors that a kernel
+# may not read. A backward then comes with ``saved``, the node's saved tensors, which hooks may not
+# let anyone ask for twice.
+
+
 class NormFunction(torch.autograd.Function):
     """(x, residual, weight, bias) -> y, or (y, summed) with a residual.
 
@@ -196,29 +241,26 @@ class NormFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if summed is not None and not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(summed)  # as `residual + x` would not require a gradient
-        ctx.eps, ctx.spec = eps, spec
-        ctx.input_dtypes = (
-            x.dtype,
-            None if residual is None else residual.dtype,
-            None if bias is None else bias.dtype,
-        )
+        ctx.kept = keep(x, residual, bias, eps, spec)
         return y if summed is None else (y, summed)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None = None) -> Any:
-        x_dtype, residual_dtype, bias_dtype = ctx.input_dtypes
+    def backward(
+        ctx: Any, dy: Tensor | None, dsum: Tensor | None = None, saved: SavedTensors | None = None
+    ) -> Any:
+        kept: Kept = ctx.kept
         needs_x, needs_residual, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         ds, dweight, dbias = gradients(
-            ctx,
+            kept,
             dy,
             dsum,
+            saved or ctx.saved_tensors,
             needs=(needs_x or needs_residual, needs_weight, needs_bias),
-            bias_dtype=bias_dtype,
-            row_major=ctx.spec.row_major and residual_dtype is None,
+            row_major=kept.spec.row_major and kept.residual_dtype is None,
         )
         return (
-            ds.to(x_dtype) if needs_x and ds is not None else None,
-            ds.to(residual_dtype) if needs_residual and ds is not None else None,
+            ds.to(kept.x_dtype) if needs_x and ds is not None else None,
+            ds.to(kept.residual_dtype) if needs_residual and ds is not None else None,
             dweight,
             dbias,
             None,
@@ -228,18 +270,18 @@ class NormFunction(torch.autograd.Function):
 
 
 def gradients(
-    ctx: Any,
+    kept: Kept,
     dy: Tensor | None,
     dsum: Tensor | None,
+    saved: SavedTensors,
     *,
     needs: tuple[bool, bool, bool],
-    bias_dtype: torch.dtype | None,
     row_major: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(ds, dweight, dbias) of a norm that saved (s, weight, mean, rstd); None where no need is."""
-    s, weight, mean, rstd = ctx.saved_tensors
+    s, weight, mean, rstd = saved
     needs_ds, needs_weight, needs_bias = needs
-    spec: Spec = ctx.spec
+    spec, bias_dtype = kept.spec, kept.bias_dtype
     if dy is None or torch.is_grad_enabled() or not readable(dy, dsum):
         # Nothing to normalise, or something to differentiate through: torch's own operations.
         ds, dweight, dbias = reference.norm_backward(
@@ -247,33 +289,33 @@ def gradients(
             dsum,
             s,
             weight,
-            ctx.eps,
+            kept.eps,
             centered=spec.centered,
             weight_offset=spec.weight_offset,
         )
         dbias = None if dbias is None or bias_dtype is None else dbias.to(bias_dtype)
         return ds, dweight if needs_weight else None, dbias if needs_bias else None
     wanted = needs_ds, weight.dtype if needs_weight else None, bias_dtype if needs_bias else None
-    saved = (s, weight, mean, rstd, spec.weight_offset)
-    found = direct_backward.gradients(dy, dsum, saved, wanted)
+    read = (s, weight, mean, rstd, spec.weight_offset)
+    found = direct_backward.gradients(dy, dsum, read, wanted, kept.fits)
     if found is None:
         found = kernel_backward(
             dy,
             dsum,
-            *saved,
+            *read,
             row_major,
             needs_ds=needs_ds,
             dweight_dtype=wanted[1],
             dbias_dtype=wanted[2],
         )
-        direct_backward.remember(dy, dsum, saved, wanted)
+        direct_backward.remember(dy, dsum, read, wanted)
     return found
 
 
 class SumFunction(torch.autograd.Function):
     """(x, residual) -> residual + x, by the kernel that makes the sum's norm as well.
 
-    What `NormOfSum` returns for it is put into the list ``made``.
+    What `NormOfSum` needs of it is put into the list ``made``: y, mean, rstd and a `Kept`.
     """
 
     @staticmethod
@@ -285,21 +327,26 @@ class SumFunction(torch.autograd.Function):
         eps: float,
         spec: Spec,
         prepared: tuple[Any, ...] | None,
-        made: list[Tensor | None],
+        made: list[Any],
     ) -> Any:
         y, summed, mean, rstd = training_forward(x, residual, *vectors, eps, spec, prepared)
-        made += y, mean, rstd
         ctx.set_materialize_grads(False)
-        ctx.dtypes = x.dtype, residual.dtype
+        ctx.kept = keep(x, residual, vectors[1], eps, spec)
+        made += y, mean, rstd, ctx.kept
         return summed
 
     @staticmethod
     def backward(ctx: Any, dsum: Tensor | None) -> Any:
-        given = (
-            dsum.to(dtype) if needed and dsum is not None else None
-            for dtype, needed in zip(ctx.dtypes, ctx.needs_input_grad, strict=False)
+        needs_x, needs_residual = ctx.needs_input_grad[:2]
+        return (
+            dsum.to(ctx.kept.x_dtype) if needs_x and dsum is not None else None,
+            dsum.to(ctx.kept.residual_dtype) if needs_residual and dsum is not None else None,
+            None,
+            None,
+            None,
+            None,
+            None,
         )
-        return (*given, None, None, None, None, None)
 
 
 class NormOfSum(torch.autograd.Function):
@@ -307,35 +354,29 @@ class NormOfSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        s: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        spec: Spec,
-        made: list[Tensor | None],
+        ctx: Any, s: Tensor, weight: Tensor | None, bias: Tensor | None, made: list[Any]
     ) -> Any:
-        y, mean, rstd = made
+        y, mean, rstd, ctx.kept = made
         ctx.save_for_backward(s, weight, mean, rstd)
         ctx.set_materialize_grads(False)
         after = s.detach()
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(after)
-        ctx.eps, ctx.spec = eps, spec
-        ctx.bias_dtype = None if bias is None else bias.dtype
         return y, after
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dsum: Tensor | None) -> Any:
+    def backward(
+        ctx: Any, dy: Tensor | None, dsum: Tensor | None, saved: SavedTensors | None = None
+    ) -> Any:
         found = gradients(
-            ctx,
+            ctx.kept,
             dy,
             dsum,
+            saved or ctx.saved_tensors,
             needs=ctx.needs_input_grad[:3],
-            bias_dtype=ctx.bias_dtype,
             row_major=False,
         )
-        return (*found, None, None, None)
+        return (*found, None)
 
 
 def apply_linked(
@@ -354,9 +395,9 @@ def apply_linked(
     read the second sum in its place leave its gradient to the norm's backward, which adds it in
     the same kernel.
     """
-    made: list[Tensor | None] = []
+    made: list[Any] = []
     summed = _apply_sum(x, residual, (weight, bias), eps, spec, prepared, made)
-    y, after = _apply_norm_of_sum(summed, weight, bias, eps, spec, made)
+    y, after = _apply_norm_of_sum(summed, weight, bias, made)
     return y, summed, after
 
 
@@ -365,6 +406,21 @@ def apply_linked(
 apply_directly = super(torch.autograd.Function, NormFunction).apply
 _apply_sum = super(torch.autograd.Function, SumFunction).apply
 _apply_norm_of_sum = super(torch.autograd.Function, NormOfSum).apply
+
+direct.ask(
+    apply_linked=apply_linked,
+    apply_norm_of_sum=_apply_norm_of_sum,
+    apply_sum=_apply_sum,
+    keep=keep,
+    norm_backward=NormFunction.backward,
+    norm_forward=NormFunction.forward,
+    norm_function=NormFunction,
+    norm_of_sum=NormOfSum,
+    norm_of_sum_backward=NormOfSum.backward,
+    norm_of_sum_forward=NormOfSum.forward,
+    sum_forward=SumFunction.forward,
+    sum_function=SumFunction,
+)
 
 
 def readable(dy: Tensor, dsum: Tensor | None) -> bool:

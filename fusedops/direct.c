@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What is done in every call, in C: `Caller` is `Plan.python_caller` of fusedops/direct.py,
-// `launch_backward` its namesake in fusedops/direct_backward.py, `ready_norm` that of
-// integrations/norms.py, and the rest is the residual stream of integrations/stream.py in a known
-// block: `run_block`, the stream's `__add__`, and the call of a patched norm on a stream or a
-// tensor (`call_module`). Whatever is out of the ordinary returns None before anything is done, and
-// whoever called goes on in Python. Compiled and cached by Triton's own builder, which needs the
-// same compiler; without one the Python does it all.
+// `launch_backward` its namesake in fusedops/direct_backward.py, what follows it autograd's
+// Functions of fusedops/autograd.py, `ready_norm` that of integrations/norms.py, and the rest is the
+// residual stream of integrations/stream.py in a known block: `run_block`, the stream's `__add__`,
+// and the call of a patched norm on a stream or a tensor (`call_module`). Whatever is out of the
+// ordinary returns None before anything is done, and whoever called goes on in Python. Compiled and
+// cached by Triton's own builder, which needs the same compiler; without one the Python does it all.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -21,7 +21,10 @@
     X(floats) X(is_cuda) X(dispatch_modes) X(transforms) X(jit_trace) X(any_autocast)          \
     X(is_inference) X(saves_are_watched) X(drop_held) X(forget) X(leave_block) X(give_up)      \
     X(is_capturing) X(take_back)                                                               \
-    X(add_in_python) X(torch_function_in_python) X(method_add) X(function_add)
+    X(add_in_python) X(torch_function_in_python) X(method_add) X(function_add)                 \
+    X(norm_function) X(norm_forward) X(norm_backward) X(sum_function) X(sum_forward)           \
+    X(norm_of_sum) X(norm_of_sum_forward) X(norm_of_sum_backward) X(apply_linked)              \
+    X(apply_sum) X(apply_norm_of_sum) X(keep) X(detach)
 #define DECLARE(name) static PyObject *name;
 GLOBALS(DECLARE)
 
@@ -33,7 +36,9 @@ GLOBALS(DECLARE)
     X(add_call) X(eps) X(eps_name) X(weight) X(bias) X(_fusedops_norm) X(dtype) X(_version)    \
     X(_global_backward_pre_hooks) X(_global_backward_hooks) X(_global_forward_pre_hooks)       \
     X(_global_forward_hooks) X(_global_forward_hooks_always_called)                            \
-    X(_global_forward_hooks_with_kwargs) X(_fusedops_block) X(training) X(_modules)
+    X(_global_forward_hooks_with_kwargs) X(_fusedops_block) X(training) X(_modules)           \
+    X(kept) X(to_save) X(materialize_grads) X(non_differentiable) X(needs_input_grad)          \
+    X(saved_tensors) X(to) X(_backward_cls) X(apply)
 #define DECLARE_STRING(name) static PyObject *s_##name;
 STRINGS(DECLARE_STRING)
 
@@ -43,7 +48,7 @@ typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
     PyObject *check, *grad, *train, *hooks, *launch, *head, *tail, *y_dtype, *sum_dtype,
-        *statistics, *eps, *spec, *plan;
+        *statistics, *eps, *spec, *plan, *kept;
     Py_ssize_t n_cols, block_rows, device;
     int adds, has_weight, has_bias, centered;
 } Caller;
@@ -94,6 +99,13 @@ static int has_hooks(PyObject *runtime, PyObject *name) {
     return truth(calls);
 }
 
+// Whether forward-mode AD may go on.
+static int is_dual(void) {
+    PyObject *level = PyDict_GetItemWithError(forward_ad, s__current_level);
+    if (level == NULL) return PyErr_Occurred() ? -1 : 1;
+    return PyLong_AsLong(level) >= 0;
+}
+
 // Whether plain eager execution goes on, in which a kernel may be launched on pointers.
 static int may_launch(Caller *self, PyObject *const *inputs) {
     PyObject *given[INPUTS];
@@ -106,10 +118,9 @@ static int may_launch(Caller *self, PyObject *const *inputs) {
     if (answer != 1) return answer;
     answer = is_object(call0(is_grad_enabled), self->grad);
     if (answer != 1) return answer;
-    PyObject *level = PyDict_GetItemWithError(forward_ad, s__current_level);
-    if (level == NULL) return PyErr_Occurred() ? -1 : 0;
-    if (PyLong_AsLong(level) >= 0 || PyList_GET_SIZE(counters) > 0) return 0;
-    answer = is_in_mode();
+    if (PyList_GET_SIZE(counters) > 0) return 0;
+    answer = is_dual();
+    if (answer == 0) answer = is_in_mode();
     if (answer != 0) return answer < 0 ? -1 : 0;
     answer = has_hooks(self->hooks, s_launch_enter_hook);
     if (answer != 0) return answer < 0 ? -1 : 0;
@@ -152,14 +163,47 @@ static int allocate(PyObject *shape, PyObject *strides, PyObject *dtype, PyObjec
     return *pointer == NULL ? -1 : 1;
 }
 
+// What autograd's Functions are given for a launch: (caller, n_rows, pointers), as in Python.
+static PyObject *prepare(Caller *self, PyObject *const *pointers, long long n_rows) {
+    PyObject *rows = PyLong_FromLongLong(n_rows), *prepared = NULL;
+    PyObject *read = PyTuple_Pack(INPUTS, pointers[0], pointers[1], pointers[2], pointers[3]);
+    if (rows != NULL && read != NULL) prepared = PyTuple_Pack(3, self, rows, read);
+    Py_XDECREF(rows);
+    Py_XDECREF(read);
+    return prepared;
+}
+
+// `apply_linked`: (y, summed, summed again).
+static PyObject *call_linked(Caller *self, PyObject *const *inputs, PyObject *prepared) {
+    PyObject *vectors = PyTuple_Pack(2, inputs[2], inputs[3]), *made = PyList_New(0);
+    PyObject *summed = NULL, *normed = NULL, *outputs = NULL;
+    if (vectors == NULL || made == NULL) goto done;
+    PyObject *first[] = {inputs[0], inputs[1], vectors, self->eps, self->spec, prepared, made};
+    summed = PyObject_Vectorcall(apply_sum, first, 7, NULL);
+    if (summed == NULL) goto done;
+    PyObject *second[] = {summed, inputs[2], inputs[3], made};
+    normed = PyObject_Vectorcall(apply_norm_of_sum, second, 4, NULL);
+    if (normed != NULL)
+        outputs = PyTuple_Pack(3, PyTuple_GET_ITEM(normed, 0), summed, PyTuple_GET_ITEM(normed, 1));
+done:
+    Py_XDECREF(vectors);
+    Py_XDECREF(made);
+    Py_XDECREF(summed);
+    Py_XDECREF(normed);
+    return outputs;
+}
+
 static PyObject *call_training(Caller *self, PyObject *const *inputs, PyObject *const *pointers,
                                long long n_rows) {
-    PyObject *prepared = Py_BuildValue("(OL(OOOO))", self, n_rows, pointers[0], pointers[1],
-                                       pointers[2], pointers[3]);
+    PyObject *prepared = prepare(self, pointers, n_rows), *outputs;
     if (prepared == NULL) return NULL;
-    PyObject *arguments[] = {inputs[0], inputs[1], inputs[2], inputs[3],
-                             self->eps, self->spec, prepared};
-    PyObject *outputs = PyObject_Vectorcall(self->train, arguments, 7, NULL);
+    if (self->train == apply_linked) {
+        outputs = call_linked(self, inputs, prepared);
+    } else {
+        PyObject *arguments[] = {inputs[0], inputs[1], inputs[2], inputs[3],
+                                 self->eps, self->spec, prepared};
+        outputs = PyObject_Vectorcall(self->train, arguments, 7, NULL);
+    }
     Py_DECREF(prepared);
     if (outputs == NULL || self->adds) return outputs;
     return Py_BuildValue("(NO)", outputs, Py_None);
@@ -203,13 +247,23 @@ static int allocate_shape(PyObject *shape, PyObject *dtype, PyObject **tensor,
     return answer;
 }
 
-// (y, summed), and where the plan has statistics (y, summed, mean, rstd).
-static PyObject *run_forward(Caller *self, PyObject *x, PyObject *const *pointers,
-                             long long n_rows) {
-    enum { Y, SUM, MEAN_OF_ROW, RSTD_OF_ROW, MADE };
-    PyObject *made[MADE] = {NULL}, *made_ptr[MADE] = {NULL}, *stream = NULL, *rows = NULL;
-    PyObject *shape = NULL, *strides = NULL, *result = NULL, *size = PyObject_GetAttr(x, s_shape);
-    if (size == NULL) goto done;
+// What a forward makes, in the kernel's order.
+enum { Y, SUM, MEAN_OF_ROW, RSTD_OF_ROW, MADE };
+
+static void drop(PyObject **objects, size_t n) {
+    for (size_t i = 0; i < n; i++) Py_CLEAR(objects[i]);
+}
+
+// Launches the kernel and puts its results into `made`, None for those that there are not; rows is
+// the number of rows as an object. -1: failed, and nothing made.
+static int make_forward(Caller *self, PyObject *x, PyObject *const *pointers, PyObject *rows,
+                        PyObject **made) {
+    PyObject *made_ptr[MADE] = {NULL}, *stream = NULL, *shape = NULL, *strides = NULL;
+    PyObject *size = PyObject_GetAttr(x, s_shape);
+    long long n_rows = PyLong_AsLongLong(rows);
+    int answer = -1;
+    for (int i = 0; i < MADE; i++) made[i] = NULL;
+    if (size == NULL || (n_rows == -1 && PyErr_Occurred())) goto done;
     shape = PyTuple_GetSlice(size, 0, PyTuple_GET_SIZE(size));  // a tuple, no subclass of it
     strides = shape == NULL ? NULL : contiguous_strides(shape);
     if (strides == NULL || allocate(shape, strides, self->y_dtype, &made[Y], &made_ptr[Y]) < 0)
@@ -217,11 +271,9 @@ static PyObject *run_forward(Caller *self, PyObject *x, PyObject *const *pointer
     if (self->adds &&
         allocate(shape, strides, self->sum_dtype, &made[SUM], &made_ptr[SUM]) < 0)
         goto done;
-    int saves = self->statistics != Py_None;
-    for (int i = MEAN_OF_ROW; saves && i < MADE; i++)
+    for (int i = MEAN_OF_ROW; self->statistics != Py_None && i < MADE; i++)
         if ((i == RSTD_OF_ROW || self->centered) &&
-            allocate_shape(Py_BuildValue("(L)", n_rows), self->statistics, &made[i],
-                           &made_ptr[i]) < 0)
+            allocate_shape(PyTuple_Pack(1, rows), self->statistics, &made[i], &made_ptr[i]) < 0)
             goto done;
     for (int i = 0; i < MADE; i++) {
         if (made[i] != NULL) continue;
@@ -229,40 +281,42 @@ static PyObject *run_forward(Caller *self, PyObject *x, PyObject *const *pointer
         made_ptr[i] = Py_NewRef(Py_None);
     }
     stream = stream_of(self->device);
-    rows = PyLong_FromLongLong(n_rows);
-    if (stream == NULL || rows == NULL) goto done;
+    if (stream == NULL) goto done;
     PyObject *varying[] = {pointers[0], pointers[1], pointers[2], pointers[3], made_ptr[Y],
                            made_ptr[SUM], made_ptr[MEAN_OF_ROW], made_ptr[RSTD_OF_ROW], rows};
     long long programs = (n_rows + self->block_rows - 1) / self->block_rows;
-    if (launch_kernel(self->launch, programs, 1, stream, self->head, varying,
-                      sizeof varying / sizeof *varying, self->tail) == 0)
-        result = saves ? PyTuple_Pack(4, made[Y], made[SUM], made[MEAN_OF_ROW], made[RSTD_OF_ROW])
-                       : PyTuple_Pack(2, made[Y], made[SUM]);
+    answer = launch_kernel(self->launch, programs, 1, stream, self->head, varying,
+                           sizeof varying / sizeof *varying, self->tail);
 done:
-    for (int i = 0; i < MADE; i++) {
-        Py_XDECREF(made[i]);
-        Py_XDECREF(made_ptr[i]);
-    }
+    if (answer < 0) drop(made, MADE);
+    drop(made_ptr, MADE);
     Py_XDECREF(size);
     Py_XDECREF(strides);
     Py_XDECREF(shape);
     Py_XDECREF(stream);
-    Py_XDECREF(rows);
+    return answer;
+}
+
+// The first n results of a forward as a tuple.
+static PyObject *run_forward(Caller *self, PyObject *x, PyObject *const *pointers, PyObject *rows,
+                             Py_ssize_t n) {
+    PyObject *made[MADE], *result = NULL;
+    if (make_forward(self, x, pointers, rows, made) < 0) return NULL;
+    result = PyTuple_New(n);
+    for (Py_ssize_t i = 0; result != NULL && i < n; i++)
+        PyTuple_SET_ITEM(result, i, Py_NewRef(made[i]));
+    drop(made, MADE);
     return result;
 }
 
-// `direct.launch`, which autograd's Function asks for with what `call_training` has prepared:
+// `direct.launch`, which autograd's Functions ask for with what `prepare` made:
 // (x, n_rows, pointers) -> (y, summed, mean, rstd).
 static PyObject *caller_launch(PyObject *object, PyObject *const *args, Py_ssize_t nargs) {
     if (nargs != 3 || !PyTuple_Check(args[2]) || PyTuple_GET_SIZE(args[2]) != INPUTS) {
         PyErr_SetString(PyExc_TypeError, "expected x, the number of rows and four pointers");
         return NULL;
     }
-    long long n_rows = PyLong_AsLongLong(args[1]);
-    if (n_rows == -1 && PyErr_Occurred()) return NULL;
-    PyObject *pointers[INPUTS];
-    for (int i = 0; i < INPUTS; i++) pointers[i] = PyTuple_GET_ITEM(args[2], i);
-    return run_forward((Caller *)object, args[0], pointers, n_rows);
+    return run_forward((Caller *)object, args[0], &PyTuple_GET_ITEM(args[2], 0), args[1], MADE);
 }
 
 // (x, residual, weight, bias) -> (y, summed), or None.
@@ -278,7 +332,7 @@ static PyObject *caller_vectorcall(PyObject *object, PyObject *const *inputs, si
     if (answer == 0) Py_RETURN_NONE;
 
     int wanted[INPUTS] = {1, self->adds, self->has_weight, self->has_bias};
-    PyObject *pointers[INPUTS] = {NULL, NULL, NULL, NULL}, *result = NULL;
+    PyObject *pointers[INPUTS] = {NULL, NULL, NULL, NULL}, *result = NULL, *rows = NULL;
     unsigned long long bits = 0;
     long long n_rows;
     for (int i = 0; i < INPUTS; i++) {
@@ -292,10 +346,11 @@ static PyObject *caller_vectorcall(PyObject *object, PyObject *const *inputs, si
         result = Py_NewRef(Py_None);
     else if (self->train != Py_None)
         result = call_training(self, inputs, pointers, n_rows);
-    else
-        result = run_forward(self, inputs[0], pointers, n_rows);
+    else if ((rows = PyLong_FromLongLong(n_rows)) != NULL)
+        result = run_forward(self, inputs[0], pointers, rows, 2);
 done:
-    for (int i = 0; i < INPUTS; i++) Py_XDECREF(pointers[i]);
+    drop(pointers, INPUTS);
+    Py_XDECREF(rows);
     return result;
 }
 
@@ -340,6 +395,7 @@ static void caller_dealloc(PyObject *object) {
                              self->plan};
         for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_DECREF(owned[i]);
     }
+    Py_XDECREF(self->kept);
     Py_TYPE(object)->tp_free(object);
 }
 
@@ -366,15 +422,28 @@ enum { MAIN_LAUNCH, MAIN_HEAD, MAIN_TAIL, BLOCK_ROWS, MOST_PROGRAMS, SUM_LAUNCH,
        GRID_X, GRID_Y, HOOKS, KEPT, PLANNED };
 enum { DY, DSUM, S, WEIGHT, MEAN, RSTD, READ };
 
+// Whether a profiler hooks itself into the launches of this plan.
+static int is_watched(PyObject *plan) {
+    PyObject *runtime = PyTuple_GET_ITEM(plan, HOOKS);
+    int answer = has_hooks(runtime, s_launch_enter_hook);
+    return answer == 0 ? has_hooks(runtime, s_launch_exit_hook) : answer;
+}
+
+// Whether the device of this number, which may be NULL, is the current one.
+static int is_current(PyObject *number) {
+    long long current, device = number == NULL ? -1 : PyLong_AsLongLong(number);
+    if (number == NULL || (device == -1 && PyErr_Occurred())) return -1;
+    return integer(call0(current_device), &current) < 0 ? -1 : current == device;
+}
+
 // Whether these tensors, None for those that are missing, are as the plan's kernels expect them.
-static int may_launch_backward(PyObject *plan, PyObject *const *given, long long *device) {
-    long long current;
+static int may_launch_backward(PyObject *plan, PyObject *const *given, PyObject **device) {
     if (given[DY] == Py_None || given[S] == Py_None || given[RSTD] == Py_None) return 0;
-    if (integer(call1(get_device, given[S]), device) < 0) return -1;
-    if (integer(call0(current_device), &current) < 0) return -1;
-    if (*device != current) return 0;
-    PyObject *hooks = PyTuple_GET_ITEM(plan, HOOKS), *shape = PyObject_GetAttr(given[S], s_shape);
-    int answer = shape == NULL ? -1 : 1;
+    *device = call1(get_device, given[S]);
+    int answer = is_current(*device);
+    if (answer != 1) return answer;
+    PyObject *shape = PyObject_GetAttr(given[S], s_shape);
+    if (shape == NULL) answer = -1;
     for (int i = DY; answer == 1 && i < READ; i++) {
         if (given[i] == Py_None) continue;
         answer = is_object(call1(is_contiguous, given[i]), Py_True);
@@ -385,8 +454,7 @@ static int may_launch_backward(PyObject *plan, PyObject *const *given, long long
     }
     Py_XDECREF(shape);
     if (answer != 1) return answer;
-    answer = has_hooks(hooks, s_launch_enter_hook);
-    if (answer == 0) answer = has_hooks(hooks, s_launch_exit_hook);
+    answer = is_watched(plan);
     return answer < 0 ? -1 : !answer;
 }
 
@@ -421,40 +489,31 @@ static long long number_in(PyObject *plan, int index) {
     return PyLong_AsLongLong(PyTuple_GET_ITEM(plan, index));
 }
 
-// (plan, wanted, dy, dsum, s, weight, mean, rstd) -> (ds, dweight, dbias), or None.
-static PyObject *launch_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs) {
-    if (nargs != 2 + READ || !PyTuple_Check(args[0]) || PyTuple_GET_SIZE(args[0]) != PLANNED ||
-        !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != 3) {
-        PyErr_SetString(PyExc_TypeError, "expected a plan, what is wanted, and six tensors");
-        return NULL;
-    }
-    PyObject *plan = args[0], *wanted = args[1], *const *given = args + 2;
-    long long device, n_rows, n_elements;
-    int answer = may_launch_backward(plan, given, &device);
-    if (answer < 0) return NULL;
-    if (answer == 0) Py_RETURN_NONE;
+enum { GRADIENTS = 3 };  // ds, dweight and dbias
 
-    // ds, and of dweight and dbias the gradient and its partial sums.
-    PyObject *read[READ] = {NULL}, *ds = NULL, *ds_ptr = NULL, *result = NULL, *stream = NULL;
-    PyObject *columns[4] = {NULL}, *pointers[4] = {NULL}, *sums_dtype = NULL, *rows = NULL;
-    PyObject *programs_object = NULL;
+// Launches the plan's kernels and puts the gradients into `found`, None for those that are not
+// wanted. 0: these pointers or this number of rows they do not take.
+static int run_backward(PyObject *plan, PyObject *wanted, PyObject *const *given, PyObject *device,
+                        long long n_rows, long long n_cols, PyObject **found) {
+    // Of dweight and dbias the gradient and its partial sums.
+    PyObject *read[READ] = {NULL}, *columns[4] = {NULL}, *pointers[4] = {NULL}, *ds_ptr = NULL;
+    PyObject *ds = NULL, *stream = NULL, *sums_dtype = NULL, *rows = NULL, *programs_object = NULL;
     unsigned long long bits = 0;
+    int answer = -1;
     for (int i = 0; i < READ; i++) {
         read[i] = given[i] == Py_None ? Py_NewRef(Py_None) : call1(data_ptr, given[i]);
         if (read[i] == NULL) goto done;
         if (given[i] != Py_None) bits |= PyLong_AsUnsignedLongLongMask(read[i]);
     }
-    if (integer(call1(numel, given[RSTD]), &n_rows) < 0) goto done;
-    if (integer(call1(numel, given[S]), &n_elements) < 0) goto done;
     if (bits & MISALIGNED || n_rows <= 0 || n_rows > INT_MAX) {
-        result = Py_NewRef(Py_None);
+        answer = 0;
         goto done;
     }
     long long block_rows = number_in(plan, BLOCK_ROWS), most = number_in(plan, MOST_PROGRAMS);
-    long long programs = (n_rows + block_rows - 1) / block_rows, n_cols = n_elements / n_rows;
+    long long programs = (n_rows + block_rows - 1) / block_rows;
     if (programs > most) programs = most;
     sums_dtype = PyObject_GetAttr(given[RSTD], s_dtype);
-    stream = stream_of((Py_ssize_t)device);
+    stream = call1(current_stream, device);
     rows = PyLong_FromLongLong(n_rows);
     programs_object = PyLong_FromLongLong(programs);
     if (sums_dtype == NULL || stream == NULL || rows == NULL || programs_object == NULL) goto done;
@@ -484,20 +543,354 @@ static PyObject *launch_backward(PyObject *unused, PyObject *const *args, Py_ssi
                           PyTuple_GET_ITEM(plan, SUM_TAIL)) < 0)
             goto done;
     }
-    result = PyTuple_Pack(3, ds, columns[0], columns[2]);
+    found[0] = Py_NewRef(ds);
+    found[1] = Py_NewRef(columns[0]);
+    found[2] = Py_NewRef(columns[2]);
+    answer = 1;
 done:
-    for (int i = 0; i < READ; i++) Py_XDECREF(read[i]);
-    for (int i = 0; i < 4; i++) {
-        Py_XDECREF(columns[i]);
-        Py_XDECREF(pointers[i]);
-    }
+    drop(read, READ);
+    drop(columns, 4);
+    drop(pointers, 4);
     Py_XDECREF(ds);
     Py_XDECREF(ds_ptr);
     Py_XDECREF(stream);
     Py_XDECREF(rows);
     Py_XDECREF(programs_object);
     Py_XDECREF(sums_dtype);
+    return answer;
+}
+
+// (plan, wanted, dy, dsum, s, weight, mean, rstd) -> (ds, dweight, dbias), or None.
+static PyObject *launch_backward(PyObject *unused, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 2 + READ || !PyTuple_Check(args[0]) || PyTuple_GET_SIZE(args[0]) != PLANNED ||
+        !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != GRADIENTS) {
+        PyErr_SetString(PyExc_TypeError, "expected a plan, what is wanted, and six tensors");
+        return NULL;
+    }
+    PyObject *const *given = args + 2, *device = NULL, *found[GRADIENTS] = {NULL}, *result = NULL;
+    long long n_rows, n_elements;
+    int answer = may_launch_backward(args[0], given, &device);
+    if (answer == 1) answer = integer(call1(numel, given[RSTD]), &n_rows);
+    if (answer == 1) answer = integer(call1(numel, given[S]), &n_elements);
+    if (answer == 1)
+        answer = run_backward(args[0], args[1], given, device, n_rows,
+                              n_rows == 0 ? 0 : n_elements / n_rows, found);
+    Py_XDECREF(device);
+    if (answer == 0) Py_RETURN_NONE;
+    if (answer == 1) result = PyTuple_Pack(GRADIENTS, found[0], found[1], found[2]);
+    drop(found, GRADIENTS);
     return result;
+}
+
+// --- autograd's Functions -----------------------------------------------------------------------
+//
+// `NormFunction`, `SumFunction` and `NormOfSum` of fusedops/autograd.py. In the place of their
+// `forward` stands the C, and autograd's nodes have an `apply` of C where torch has Python that
+// calls `backward`. For what is not done here their forms in Python are called.
+
+// The places in a `Kept`, and in a `Fit` of fusedops/direct_backward.py.
+enum { KEPT_EPS, KEPT_SPEC, X_DTYPE, RESIDUAL_DTYPE, BIAS_DTYPE, FITS, ALL_KEPT };
+enum { CHECK, FITTING_PLAN, FITTING_WANTED, FITTING_DEVICE, FITTING_COLUMNS, FITTED };
+enum { SAVED_S, SAVED_WEIGHT, SAVED_MEAN, SAVED_RSTD, SAVED };
+enum { ALL_FITS = 16 };  // a bit each for ds, dweight and dbias being wanted, and dsum given
+
+// The Caller that has prepared a call, NULL without an exception where none has.
+static Caller *caller_of(PyObject *prepared) {
+    if (!PyTuple_CheckExact(prepared) || PyTuple_GET_SIZE(prepared) != 3) return NULL;
+    PyObject *caller = PyTuple_GET_ITEM(prepared, 0), *pointers = PyTuple_GET_ITEM(prepared, 2);
+    if (!Py_IS_TYPE(caller, &CallerType) || !PyTuple_CheckExact(pointers) ||
+        PyTuple_GET_SIZE(pointers) != INPUTS)
+        return NULL;
+    return (Caller *)caller;
+}
+
+static int make_prepared(PyObject *prepared, PyObject *x, PyObject **made) {
+    return make_forward(caller_of(prepared), x, &PyTuple_GET_ITEM(PyTuple_GET_ITEM(prepared, 2), 0),
+                        PyTuple_GET_ITEM(prepared, 1), made);
+}
+
+// The `Kept` of this caller's calls. It knows nothing of the caller, which owns it.
+static PyObject *kept_of(Caller *self, PyObject *x, PyObject *residual, PyObject *bias) {
+    if (self->kept == NULL) {
+        PyObject *fits = PyList_New(ALL_FITS);
+        if (fits == NULL) return NULL;
+        for (Py_ssize_t i = 0; i < ALL_FITS; i++) PyList_SET_ITEM(fits, i, Py_NewRef(Py_None));
+        PyObject *arguments[] = {x, residual, bias, self->eps, self->spec, fits};
+        PyObject *kept = PyObject_Vectorcall(keep, arguments, 6, NULL);
+        Py_DECREF(fits);
+        if (kept == NULL) return NULL;
+        Py_XSETREF(self->kept, kept);
+    }
+    return Py_NewRef(self->kept);
+}
+
+// What every forward leaves in its node; kept may be NULL, for an exception.
+static int leave_kept(PyObject *ctx, PyObject *kept) {
+    if (kept == NULL || PyObject_SetAttr(ctx, s_materialize_grads, Py_False) < 0) return -1;
+    return PyObject_SetAttr(ctx, s_kept, kept);
+}
+
+// An attribute of the node that is a tuple of n or more.
+static PyObject *tuple_of(PyObject *ctx, PyObject *name, Py_ssize_t n) {
+    PyObject *found = PyObject_GetAttr(ctx, name);
+    if (found != NULL && (!PyTuple_Check(found) || PyTuple_GET_SIZE(found) < n)) {
+        PyErr_Format(PyExc_TypeError, "%U: expected a tuple of %zd", name, n);
+        Py_CLEAR(found);
+    }
+    return found;
+}
+
+static int give_tuple(PyObject *ctx, PyObject *name, PyObject *tuple) {
+    int answer = tuple == NULL ? -1 : PyObject_SetAttr(ctx, name, tuple);
+    Py_XDECREF(tuple);
+    return answer;
+}
+
+// Marks what does not depend on any of the node's first n inputs.
+static int mark(PyObject *ctx, PyObject *output, Py_ssize_t n) {
+    PyObject *needs = tuple_of(ctx, s_needs_input_grad, n);
+    int needed = needs == NULL;
+    for (Py_ssize_t i = 0; !needed && i < n; i++)
+        needed = PyTuple_GET_ITEM(needs, i) == Py_True;
+    Py_XDECREF(needs);
+    if (needs == NULL) return -1;
+    return needed ? 0 : give_tuple(ctx, s_non_differentiable, PyTuple_Pack(1, output));
+}
+
+// `NormFunction.forward`: (ctx, x, residual, weight, bias, eps, spec, prepared).
+static PyObject *forward_norm(PyObject *unused, PyObject *const *args, Py_ssize_t nargs) {
+    Caller *caller = nargs == 8 ? caller_of(args[7]) : NULL;
+    if (caller == NULL) return PyObject_Vectorcall(norm_forward, args, nargs, NULL);
+    PyObject *ctx = args[0], *x = args[1], *made[MADE], *result = NULL;
+    if (make_prepared(args[7], x, made) < 0) return NULL;
+    PyObject *kept = kept_of(caller, x, args[2], args[4]);
+    int answer = leave_kept(ctx, kept);
+    if (answer == 0)
+        answer = give_tuple(ctx, s_to_save,
+                            PyTuple_Pack(SAVED, caller->adds ? made[SUM] : x, args[3],
+                                         made[MEAN_OF_ROW], made[RSTD_OF_ROW]));
+    if (answer == 0 && caller->adds) answer = mark(ctx, made[SUM], 2);
+    if (answer == 0)
+        result = caller->adds ? PyTuple_Pack(2, made[Y], made[SUM]) : Py_NewRef(made[Y]);
+    Py_XDECREF(kept);
+    drop(made, MADE);
+    return result;
+}
+
+// `SumFunction.forward`: (ctx, x, residual, vectors, eps, spec, prepared, made).
+static PyObject *forward_sum(PyObject *unused, PyObject *const *args, Py_ssize_t nargs) {
+    Caller *caller = nargs == 8 && PyList_CheckExact(args[7]) && PyTuple_CheckExact(args[3]) &&
+                             PyTuple_GET_SIZE(args[3]) == 2 ? caller_of(args[6]) : NULL;
+    if (caller == NULL) return PyObject_Vectorcall(sum_forward, args, nargs, NULL);
+    PyObject *ctx = args[0], *x = args[1], *made[MADE], *result = NULL;
+    if (make_prepared(args[6], x, made) < 0) return NULL;
+    PyObject *kept = kept_of(caller, x, args[2], PyTuple_GET_ITEM(args[3], 1));
+    int answer = leave_kept(ctx, kept);
+    PyObject *const handed[] = {made[Y], made[MEAN_OF_ROW], made[RSTD_OF_ROW], kept};
+    for (int i = 0; answer == 0 && i < 4; i++) answer = PyList_Append(args[7], handed[i]);
+    if (answer == 0) result = Py_NewRef(made[SUM]);
+    Py_XDECREF(kept);
+    drop(made, MADE);
+    return result;
+}
+
+// `NormOfSum.forward`: (ctx, s, weight, bias, made).
+static PyObject *forward_norm_of_sum(PyObject *unused, PyObject *const *args, Py_ssize_t nargs) {
+    if (nargs != 5 || !PyList_CheckExact(args[4]) || PyList_GET_SIZE(args[4]) != 4)
+        return PyObject_Vectorcall(norm_of_sum_forward, args, nargs, NULL);
+    PyObject *ctx = args[0], *made[4], *result = NULL;
+    for (int i = 0; i < 4; i++) made[i] = Py_NewRef(PyList_GET_ITEM(args[4], i));
+    PyObject *after = call1(detach, args[1]);
+    int answer = after == NULL ? -1 : leave_kept(ctx, made[3]);
+    if (answer == 0)
+        answer = give_tuple(ctx, s_to_save,
+                            PyTuple_Pack(SAVED, args[1], args[2], made[1], made[2]));
+    if (answer == 0) answer = mark(ctx, after, 1);
+    if (answer == 0) result = PyTuple_Pack(2, made[0], after);
+    Py_XDECREF(after);
+    drop(made, 4);
+    return result;
+}
+
+// What serves a backward, a new reference; NULL without an exception where nothing is known to.
+static PyObject *fit_for(PyObject *kept, PyObject *const *given, const int *needs) {
+    PyObject *fits = PyTuple_GET_ITEM(kept, FITS);
+    if (given[DY] == Py_None || !PyList_CheckExact(fits) || PyList_GET_SIZE(fits) != ALL_FITS)
+        return NULL;
+    int place = (given[DSUM] != Py_None) << GRADIENTS;
+    for (int i = 0; i < GRADIENTS; i++) place |= needs[i] << i;
+    PyObject *fit = PyList_GET_ITEM(fits, place);
+    return PyTuple_Check(fit) && PyTuple_GET_SIZE(fit) == FITTED ? Py_NewRef(fit) : NULL;
+}
+
+// Whether a kernel may read these tensors, and they are as those that the `Fit` was made for. The
+// guard has compared their rank and width, and strides where there is but one.
+static int fits_backward(PyObject *fit, PyObject *const *given, long long n_cols,
+                         long long *n_rows) {
+    PyObject *checked[READ];
+    size_t n = 0;
+    static const int order[] = {S, DY, DSUM, WEIGHT, MEAN, RSTD};
+    for (size_t i = 0; i < READ; i++)
+        if (given[order[i]] != Py_None) checked[n++] = given[order[i]];
+    int answer = is_object(call0(is_grad_enabled), Py_False);
+    if (answer == 1)
+        answer = is_object(PyObject_Vectorcall(PyTuple_GET_ITEM(fit, CHECK), checked, n, NULL),
+                           Py_True);
+    if (answer == 1) answer = is_current(PyTuple_GET_ITEM(fit, FITTING_DEVICE));
+    if (answer != 1) return answer;
+    answer = is_dual();
+    if (answer == 0) answer = is_watched(PyTuple_GET_ITEM(fit, FITTING_PLAN));
+    if (answer != 0) return answer < 0 ? -1 : 0;
+    if (integer(call1(numel, given[RSTD]), n_rows) < 0) return -1;
+    for (int i = DY; i <= S; i++) {
+        long long elements;
+        if (given[i] == Py_None) continue;
+        answer = is_object(call1(is_contiguous, given[i]), Py_True);
+        if (answer == 1) answer = integer(call1(numel, given[i]), &elements);
+        if (answer != 1) return answer;
+        if (elements != *n_rows * n_cols) return 0;
+    }
+    return 1;
+}
+
+// The gradients of a norm that has saved these tensors into `found`; 0: Python must see to it.
+static int find_gradients(PyObject *kept, PyObject *saved, PyObject *dy, PyObject *dsum,
+                          const int *needs, PyObject **found) {
+    PyObject *given[READ];
+    given[DY] = dy;
+    given[DSUM] = dsum;
+    given[S] = PyTuple_GET_ITEM(saved, SAVED_S);
+    given[WEIGHT] = PyTuple_GET_ITEM(saved, SAVED_WEIGHT);
+    given[MEAN] = PyTuple_GET_ITEM(saved, SAVED_MEAN);
+    given[RSTD] = PyTuple_GET_ITEM(saved, SAVED_RSTD);
+    PyObject *fit = fit_for(kept, given, needs);
+    if (fit == NULL) return 0;
+    long long n_rows, n_cols = number_in(fit, FITTING_COLUMNS);
+    int answer = fits_backward(fit, given, n_cols, &n_rows);
+    if (answer == 1)
+        answer = run_backward(PyTuple_GET_ITEM(fit, FITTING_PLAN),
+                              PyTuple_GET_ITEM(fit, FITTING_WANTED), given,
+                              PyTuple_GET_ITEM(fit, FITTING_DEVICE), n_rows, n_cols, found);
+    Py_DECREF(fit);
+    return answer;
+}
+
+// What was not needed or is None is None; the rest has this dtype.
+static PyObject *cast(PyObject *tensor, int needed, PyObject *dtype) {
+    if (PyErr_Occurred()) return NULL;  // in the cast before
+    if (!needed || tensor == Py_None) Py_RETURN_NONE;
+    PyObject *own = PyObject_GetAttr(tensor, s_dtype);
+    if (own == NULL) return NULL;
+    Py_DECREF(own);  // torch keeps its dtypes
+    return own == dtype ? Py_NewRef(tensor) : PyObject_CallMethodOneArg(tensor, s_to, dtype);
+}
+
+static PyObject *kept_in(PyObject *ctx) { return tuple_of(ctx, s_kept, ALL_KEPT); }
+
+// The gradients of a node's inputs in the end, n tensors that are taken and then None.
+static PyObject *gradients_of_inputs(PyObject **tensors, Py_ssize_t n, Py_ssize_t inputs) {
+    PyObject *result = PyTuple_New(inputs);
+    for (Py_ssize_t i = 0; i < inputs; i++) {
+        PyObject *gradient = i < n ? tensors[i] : Py_NewRef(Py_None);
+        if (gradient == NULL) Py_CLEAR(result);
+        if (result == NULL)
+            Py_XDECREF(gradient);
+        else
+            PyTuple_SET_ITEM(result, i, gradient);
+    }
+    return result;
+}
+
+// A node's backward of (dy, dsum): that of `NormFunction`, or where it is linked of `NormOfSum`.
+static PyObject *apply_backward(PyObject *ctx, PyObject *const *grads, Py_ssize_t n, int linked) {
+    PyObject *backward = linked ? norm_of_sum_backward : norm_backward;
+    if (n < 1 || n > 2) {
+        PyErr_SetString(PyExc_TypeError, "expected the gradients of y and of the sum");
+        return NULL;
+    }
+    PyObject *dy = grads[0], *dsum = n == 2 ? grads[1] : Py_None;
+    PyObject *kept = kept_in(ctx), *found[GRADIENTS] = {NULL}, *result = NULL, *saved = NULL;
+    PyObject *needed = kept == NULL ? NULL : tuple_of(ctx, s_needs_input_grad, linked ? 3 : 4);
+    if (needed != NULL) saved = tuple_of(ctx, s_saved_tensors, SAVED);
+    if (saved == NULL) goto done;
+#define IS_NEEDED(i) (PyTuple_GET_ITEM(needed, i) == Py_True)
+    int first = IS_NEEDED(0), second = !linked && IS_NEEDED(1), vectors = linked ? 1 : 2;
+    int needs[GRADIENTS] = {first || second, IS_NEEDED(vectors), IS_NEEDED(vectors + 1)};
+#undef IS_NEEDED
+    int answer = find_gradients(kept, saved, dy, dsum, needs, found);
+    if (answer == 0) {
+        PyObject *arguments[] = {ctx, dy, dsum, saved};
+        result = PyObject_Vectorcall(backward, arguments, 4, NULL);
+    } else if (answer == 1 && linked) {
+        result = gradients_of_inputs(found, GRADIENTS, 4);
+    } else if (answer == 1) {
+        PyObject *gradients[] = {cast(found[0], first, PyTuple_GET_ITEM(kept, X_DTYPE)),
+                                 cast(found[0], second, PyTuple_GET_ITEM(kept, RESIDUAL_DTYPE)),
+                                 Py_NewRef(found[1]), Py_NewRef(found[2])};
+        result = gradients_of_inputs(gradients, 4, 7);
+        drop(found, GRADIENTS);
+    }
+done:
+    Py_XDECREF(kept);
+    Py_XDECREF(needed);
+    Py_XDECREF(saved);
+    return result;
+}
+
+static PyObject *apply_norm(PyObject *ctx, PyObject *const *grads, Py_ssize_t n) {
+    return apply_backward(ctx, grads, n, 0);
+}
+
+static PyObject *apply_linked_norm(PyObject *ctx, PyObject *const *grads, Py_ssize_t n) {
+    return apply_backward(ctx, grads, n, 1);
+}
+
+// `SumFunction.backward`.
+static PyObject *apply_sum_node(PyObject *ctx, PyObject *const *grads, Py_ssize_t n) {
+    if (n != 1) {
+        PyErr_SetString(PyExc_TypeError, "expected the gradient of the sum");
+        return NULL;
+    }
+    PyObject *kept = kept_in(ctx), *result = NULL;
+    PyObject *needed = kept == NULL ? NULL : tuple_of(ctx, s_needs_input_grad, 2);
+    if (needed != NULL) {
+        PyObject *gradients[2];
+        for (int i = 0; i < 2; i++)
+            gradients[i] = cast(grads[0], PyTuple_GET_ITEM(needed, i) == Py_True,
+                                PyTuple_GET_ITEM(kept, X_DTYPE + i));
+        result = gradients_of_inputs(gradients, 2, 7);
+    }
+    Py_XDECREF(kept);
+    Py_XDECREF(needed);
+    return result;
+}
+
+#define FASTCALL(name, function)                                                               \
+    {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
+
+static PyMethodDef function_methods[][2] = {
+    {FASTCALL("forward", forward_norm), FASTCALL("apply", apply_norm)},
+    {FASTCALL("forward", forward_sum), FASTCALL("apply", apply_sum_node)},
+    {FASTCALL("forward", forward_norm_of_sum), FASTCALL("apply", apply_linked_norm)},
+};
+
+// Puts the C into the Functions and their nodes.
+static int take_over_functions(void) {
+    PyObject *const functions[] = {norm_function, sum_function, norm_of_sum};
+    for (int i = 0; i < 3; i++) {
+        PyObject *node = PyObject_GetAttr(functions[i], s__backward_cls);
+        if (node == NULL) return -1;
+        PyObject *forward = PyCFunction_New(&function_methods[i][0], NULL);
+        PyObject *apply = PyDescr_NewMethod((PyTypeObject *)node, &function_methods[i][1]);
+        int answer = forward == NULL || apply == NULL ? -1 : 0;
+        if (answer == 0) answer = PyObject_SetAttr(functions[i], s_forward, forward);
+        if (answer == 0) answer = PyObject_SetAttr(node, s_apply, apply);
+        Py_DECREF(node);
+        Py_XDECREF(forward);
+        Py_XDECREF(apply);
+        if (answer < 0) return -1;
+    }
+    return 0;
 }
 
 // --- modules ------------------------------------------------------------------------------------
@@ -1047,10 +1440,8 @@ static int may_stream(PyObject *block, PyObject *state, PyObject *x) {
     Py_DECREF(dtype);
     if (answer == 1) answer = truth(call1(is_cuda, x));
     if (answer != 1) return answer;
-    PyObject *level = PyDict_GetItemWithError(forward_ad, s__current_level);
-    if (level == NULL) return PyErr_Occurred() ? -1 : 0;
-    if (PyLong_AsLong(level) >= 0) return 0;
-    answer = truth(call0(dispatch_modes));
+    answer = is_dual();
+    if (answer == 0) answer = truth(call0(dispatch_modes));
     if (answer == 0) answer = is_in_mode();
     if (answer == 0) answer = any_global_hook();
     if (answer != 0) return answer < 0 ? -1 : 0;
@@ -1234,6 +1625,9 @@ static PyObject *configure(PyObject *unused, PyObject *args, PyObject *kwargs) {
     }
     if (kwargs != NULL && PyDict_GetItemString(kwargs, "stream_type") &&
         (find_slots() < 0 || take_over_methods() < 0))
+        return NULL;
+    if (kwargs != NULL && PyDict_GetItemString(kwargs, "norm_function") &&
+        take_over_functions() < 0)
         return NULL;
     Py_RETURN_NONE;
 }

@@ -233,12 +233,13 @@ asked: dict[str, Any] = {
     "is_contiguous": Tensor.is_contiguous,
     "numel": Tensor.numel,
     "get_device": Tensor.get_device,
+    "detach": Tensor.detach,
 }
-"""What the C asks, by name."""
+"""What the C asks and calls, by name."""
 
 
 def ask(**objects: Any) -> None:
-    """Let the C ask these, too, loaded or not: integrations bring what streams need."""
+    """Let the C have these, too, loaded or not: of autograd's Functions, and of streams."""
     asked.update(objects)
     if call_module is not None:
         load_native().configure(**objects)
@@ -349,6 +350,34 @@ def launch(x: Tensor, plan: Any, n_rows: int, pointers: tuple[int | None, ...]) 
     return y, summed, mean, rstd
 
 
+def guard(
+    rows: list[Tensor], vectors: list[Tensor], statistics: list[Tensor] | None = None
+) -> Callable[..., bool]:
+    """The check of tensors like these, in this order, as they are under the modes in force.
+
+    What may vary is the number of rows, and with it that of statistics, and the strides of rows.
+    A tensor must not come twice.
+    """
+    statistics = statistics or []
+    made = _guards.TensorGuards(
+        *rows,
+        *vectors,
+        *statistics,
+        dynamic_dims_sizes=[
+            *([*[None] * (row.dim() - 1), row.shape[-1]] for row in rows),
+            *([vector.shape[0]] for vector in vectors),
+            *([None] for _ in statistics),
+        ],
+        dynamic_dims_strides=[
+            *([None] * row.dim() for row in rows),
+            *([None if vector.shape[0] == 1 else 1] for vector in vectors),
+            *([1] for _ in statistics),
+        ],
+    )
+    check: Callable[..., bool] = made.check
+    return check
+
+
 def is_launched_as_tested() -> bool:
     """Whether this Triton launches compiled kernels as `Kernel.launch` does."""
     from fusedops.kernels.launch import TRITON_RELEASE
@@ -406,18 +435,6 @@ def _plan(
 
     rows = [x] if residual is None else [x, residual]
     vectors = [vector for vector in (weight, bias) if vector is not None]
-    guard = _guards.TensorGuards(
-        *rows,
-        *vectors,
-        dynamic_dims_sizes=[
-            *([*[None] * (x.dim() - 1), x.shape[-1]] for _ in rows),
-            *([vector.shape[0]] for vector in vectors),
-        ],
-        dynamic_dims_strides=[
-            *([None] * x.dim() for _ in rows),
-            *([None if vector.shape[0] == 1 else 1] for vector in vectors),
-        ],
-    )
     sum_dtype = None if residual is None else torch.promote_types(x.dtype, residual.dtype)
     itemsize = (sum_dtype or x.dtype).itemsize
     config = kernel_launch.forward_config(
@@ -431,7 +448,7 @@ def _plan(
         return  # each such call needs memory of its own
     statistics = None if train is None else reference.compute_dtype(sum_dtype or x.dtype)
     plan = Plan(
-        check=guard.check,
+        check=guard(rows, vectors),
         grad=_is_grad_enabled(),
         train=train,
         kernel=_kernel(options, x, residual, weight, bias, eps, spec, sum_dtype, statistics),

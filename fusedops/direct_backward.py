@@ -6,6 +6,11 @@ arguments that do not vary. The next one whose tensors are like its own launches
 than their pointers. What may vary is the number of rows. Autograd has seen to it that gradients
 have the shape and dtype of what they are gradients of, and whoever asks, that kernels may read
 them. Anything else returns None before anything is allocated.
+
+A plan is found by all that it depends on. Where the forward was called by C, its plan also keeps a
+`Fit` for each set of gradients that may be asked for: a guard, as the forward's, which in one call
+into C++ answers all of that and whether a kernel may read the tensors. With it the C goes from
+autograd to the launch, past the Python of this module.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +20,16 @@ from torch import Tensor
 
 from fusedops import direct, dispatch
 
-__all__ = ["Gradients", "Plan", "Saved", "Wanted", "gradients", "launch_backward", "remember"]
+__all__ = [
+    "Fit",
+    "Gradients",
+    "Plan",
+    "Saved",
+    "Wanted",
+    "gradients",
+    "launch_backward",
+    "remember",
+]
 
 Saved = tuple[Tensor, Tensor | None, Tensor | None, Tensor, float]
 """The normalised rows s, weight, mean (None for RMSNorm), rstd, and weight_offset."""
@@ -44,6 +58,16 @@ class Plan(NamedTuple):
     kept: tuple[Any, ...]  # compiled kernels: their destructors unload the modules
 
 
+class Fit(NamedTuple):
+    """What serves the backwards of one forward's plan; direct.c knows the places of its parts."""
+
+    check: Any  # of s, dy, dsum, weight, mean and rstd, as far as there are
+    plan: Plan
+    wanted: Wanted
+    device: int
+    n_cols: int
+
+
 _plans: dict[tuple[Any, ...], Plan | None] = {}  # None: there is no such plan
 
 
@@ -65,14 +89,45 @@ def _key(dy: Tensor, dsum: Tensor | None, saved: Saved, wanted: Wanted) -> tuple
     )
 
 
-def gradients(dy: Tensor, dsum: Tensor | None, saved: Saved, wanted: Wanted) -> Gradients | None:
-    """The gradients of a norm, or None where there is no plan that fits."""
+def gradients(
+    dy: Tensor,
+    dsum: Tensor | None,
+    saved: Saved,
+    wanted: Wanted,
+    fits: list[Fit | None] | None = None,
+) -> Gradients | None:
+    """The gradients of a norm, or None where there is no plan that fits.
+
+    ``fits``: where the C will look for what serves the next backward like this one.
+    """
     plan = _plans.get(_key(dy, dsum, saved, wanted))
     if plan is None:
         return None
     launch = direct.launch_backward or launch_backward
     found: Gradients | None = launch(plan, wanted, dy, dsum, *saved[:-1])
+    if fits is not None and found is not None and dsum is not dy:  # no guard takes a tensor twice
+        needs = (wanted[0], wanted[1] is not None, wanted[2] is not None, dsum is not None)
+        fits[sum(needed << place for place, needed in enumerate(needs))] = _fit(
+            plan, wanted, dy, dsum, *saved[:-1]
+        )
     return found
+
+
+def _fit(
+    plan: Plan,
+    wanted: Wanted,
+    dy: Tensor,
+    dsum: Tensor | None,
+    s: Tensor,
+    weight: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+) -> Fit:
+    def given(*tensors: Tensor | None) -> list[Tensor]:
+        return [tensor for tensor in tensors if tensor is not None]
+
+    check = direct.guard(given(s, dy, dsum), given(weight), given(mean, rstd))
+    return Fit(check, plan, wanted, s.get_device(), s.shape[-1])
 
 
 def launch_backward(
