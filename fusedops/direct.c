@@ -38,7 +38,7 @@ GLOBALS(DECLARE)
     X(_global_forward_hooks) X(_global_forward_hooks_always_called)                            \
     X(_global_forward_hooks_with_kwargs) X(_fusedops_block) X(training) X(_modules)           \
     X(kept) X(to_save) X(materialize_grads) X(non_differentiable) X(needs_input_grad)          \
-    X(saved_tensors) X(to) X(_backward_cls) X(apply)
+    X(saved_tensors) X(to) X(itemsize) X(_backward_cls) X(apply)
 #define DECLARE_STRING(name) static PyObject *s_##name;
 STRINGS(DECLARE_STRING)
 
@@ -421,6 +421,7 @@ static PyTypeObject CallerType = {
 enum { MAIN_LAUNCH, MAIN_HEAD, MAIN_TAIL, BLOCK_ROWS, MOST_PROGRAMS, SUM_LAUNCH, SUM_HEAD, SUM_TAIL,
        GRID_X, GRID_Y, HOOKS, KEPT, PLANNED };
 enum { DY, DSUM, S, WEIGHT, MEAN, RSTD, READ };
+enum { SUMS_ALIGNED = 4 };  // elements of fp32, or fp64: 16 bytes
 
 // Whether a profiler hooks itself into the launches of this plan.
 static int is_watched(PyObject *plan) {
@@ -458,19 +459,36 @@ static int may_launch_backward(PyObject *plan, PyObject *const *given, PyObject 
     return answer < 0 ? -1 : !answer;
 }
 
-// A new gradient of the columns and its partial sums, and their pointers; none where dtype is None.
-static int allocate_columns(PyObject *dtype, PyObject *sums_dtype, long long programs,
-                            long long n_cols, PyObject **tensors, PyObject **pointers) {
-    for (int i = 0; i < 2; i++) {
-        if (dtype == Py_None) {
+// The gradients of the columns, dweight and dbias, and their partial sums in one new tensor: a place
+// for each of `tensors` and `pointers`. Not made where the dtype is None.
+enum { DWEIGHT, DBIAS, SUMS, COLUMNS };
+
+static int allocate_columns(PyObject *const *dtypes, PyObject *sums_dtype, long long programs,
+                            long long n_cols, PyObject **tensors, PyObject **pointers,
+                            PyObject **sums_pointers) {
+    long long wanted = 0, itemsize, most = programs * n_cols;
+    most += -most & (SUMS_ALIGNED - 1);
+    for (int i = DWEIGHT; i <= DBIAS; i++) {
+        if (dtypes[i] == Py_None) {
             tensors[i] = Py_NewRef(Py_None);
             pointers[i] = Py_NewRef(Py_None);
-            continue;
+            sums_pointers[i] = Py_NewRef(Py_None);
+        } else {
+            wanted++;
+            PyObject *shape = Py_BuildValue("(L)", n_cols);
+            if (allocate_shape(shape, dtypes[i], &tensors[i], &pointers[i]) < 0) return -1;
         }
-        PyObject *shape = i == 0 ? Py_BuildValue("(L)", n_cols)
-                                 : Py_BuildValue("(LL)", programs, n_cols);
-        if (allocate_shape(shape, i == 0 ? dtype : sums_dtype, &tensors[i], &pointers[i]) < 0)
-            return -1;
+    }
+    if (wanted == 0) return 0;
+    PyObject *shape = Py_BuildValue("(L)", wanted * most);
+    if (allocate_shape(shape, sums_dtype, &tensors[SUMS], &pointers[SUMS]) < 0) return -1;
+    if (integer(PyObject_GetAttr(sums_dtype, s_itemsize), &itemsize) < 0) return -1;
+    unsigned long long next = PyLong_AsUnsignedLongLong(pointers[SUMS]);
+    for (int i = DWEIGHT; i <= DBIAS; i++) {
+        if (sums_pointers[i] != NULL) continue;
+        sums_pointers[i] = PyLong_FromUnsignedLongLong(next);
+        if (sums_pointers[i] == NULL) return -1;
+        next += most * itemsize;
     }
     return 0;
 }
@@ -495,8 +513,8 @@ enum { GRADIENTS = 3 };  // ds, dweight and dbias
 // wanted. 0: these pointers or this number of rows they do not take.
 static int run_backward(PyObject *plan, PyObject *wanted, PyObject *const *given, PyObject *device,
                         long long n_rows, long long n_cols, PyObject **found) {
-    // Of dweight and dbias the gradient and its partial sums.
-    PyObject *read[READ] = {NULL}, *columns[4] = {NULL}, *pointers[4] = {NULL}, *ds_ptr = NULL;
+    PyObject *read[READ] = {NULL}, *columns[COLUMNS] = {NULL}, *pointers[COLUMNS] = {NULL};
+    PyObject *sums[2] = {NULL}, *ds_ptr = NULL;
     PyObject *ds = NULL, *stream = NULL, *sums_dtype = NULL, *rows = NULL, *programs_object = NULL;
     unsigned long long bits = 0;
     int answer = -1;
@@ -525,18 +543,19 @@ static int run_backward(PyObject *plan, PyObject *wanted, PyObject *const *given
         ds_ptr = Py_NewRef(Py_None);
     }
     // Partial sums are used up before anything else of this stream can be given their memory.
-    for (int i = 0; i < 2; i++)
-        if (allocate_columns(PyTuple_GET_ITEM(wanted, 1 + i), sums_dtype, programs, n_cols,
-                             columns + 2 * i, pointers + 2 * i) < 0)
-            goto done;
+    if (allocate_columns(&PyTuple_GET_ITEM(wanted, 1), sums_dtype, programs, n_cols, columns,
+                         pointers, sums) < 0)
+        goto done;
     PyObject *varying[] = {read[S], read[DY], read[DSUM], read[WEIGHT], read[MEAN], read[RSTD],
-                           ds_ptr, pointers[1], pointers[3], pointers[0], pointers[2], rows};
+                           ds_ptr, sums[DWEIGHT], sums[DBIAS], pointers[DWEIGHT], pointers[DBIAS],
+                           rows};
     if (launch_kernel(PyTuple_GET_ITEM(plan, MAIN_LAUNCH), programs, 1, stream,
                       PyTuple_GET_ITEM(plan, MAIN_HEAD), varying,
                       sizeof varying / sizeof *varying, PyTuple_GET_ITEM(plan, MAIN_TAIL)) < 0)
         goto done;
     if (programs > 1 && PyTuple_GET_ITEM(plan, SUM_LAUNCH) != Py_None) {
-        PyObject *summed[] = {pointers[1], pointers[3], pointers[0], pointers[2], programs_object};
+        PyObject *summed[] = {sums[DWEIGHT], sums[DBIAS], pointers[DWEIGHT], pointers[DBIAS],
+                              programs_object};
         if (launch_kernel(PyTuple_GET_ITEM(plan, SUM_LAUNCH), number_in(plan, GRID_X),
                           number_in(plan, GRID_Y), stream, PyTuple_GET_ITEM(plan, SUM_HEAD),
                           summed, sizeof summed / sizeof *summed,
@@ -544,13 +563,14 @@ static int run_backward(PyObject *plan, PyObject *wanted, PyObject *const *given
             goto done;
     }
     found[0] = Py_NewRef(ds);
-    found[1] = Py_NewRef(columns[0]);
-    found[2] = Py_NewRef(columns[2]);
+    found[1] = Py_NewRef(columns[DWEIGHT]);
+    found[2] = Py_NewRef(columns[DBIAS]);
     answer = 1;
 done:
     drop(read, READ);
-    drop(columns, 4);
-    drop(pointers, 4);
+    drop(columns, COLUMNS);
+    drop(pointers, COLUMNS);
+    drop(sums, 2);
     Py_XDECREF(ds);
     Py_XDECREF(ds_ptr);
     Py_XDECREF(stream);

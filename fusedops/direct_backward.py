@@ -68,6 +68,9 @@ class Fit(NamedTuple):
     n_cols: int
 
 
+SUMS_ALIGNED = 4
+"""Elements of fp32, or fp64: 16 bytes, as pointers must be aligned."""
+
 _plans: dict[tuple[Any, ...], Plan | None] = {}  # None: there is no such plan
 
 
@@ -170,8 +173,14 @@ def launch_backward(
     ds, ds_ptr = empty(tuple(shape), s.dtype if needs_ds else None)
     (dweight, dweight_ptr), (dbias, dbias_ptr) = (empty((n_cols,), dtype) for dtype in dtypes)
     # Partial sums are used up before anything else of this stream can be given their memory.
-    sums = [empty((programs, n_cols), None if d is None else rstd.dtype) for d in dtypes]
-    columns = (sums[0][1], sums[1][1], dweight_ptr, dbias_ptr)
+    most = -(-programs * n_cols // SUMS_ALIGNED) * SUMS_ALIGNED
+    n_wanted = sum(dtype is not None for dtype in dtypes)
+    sums, sums_ptr = empty((n_wanted * most,), rstd.dtype if n_wanted else None)
+    pointers = [sums_ptr, sums_ptr]
+    if sums_ptr is not None and n_wanted == 2:
+        pointers[1] = sums_ptr + most * sums.element_size()
+    sums_ptrs = [None if d is None else pointer for d, pointer in zip(dtypes, pointers)]
+    columns = (*sums_ptrs, dweight_ptr, dbias_ptr)
     stream = direct._current_stream(device)
     start = (1, stream, *plan.main_head, *read, ds_ptr)
     plan.main_launch(programs, 1, *start, *columns, n_rows, *plan.main_tail)

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from fusedops import autograd, direct, direct_backward, dispatch
+import fusedops
+from fusedops import autograd, direct, direct_backward, dispatch, reference
 from fusedops.direct_backward import Wanted
+from fusedops.functional import linked_add_norm
 
 ROWS, H = 150, 48
 FP16, FP32 = torch.float16, torch.float32
@@ -26,6 +29,9 @@ pytestmark = [
 ]
 
 
+_data_ptr = Tensor.data_ptr
+
+
 class Interpreted:
     """Launches by pointers; the interpreter is handed the tensors that they point to."""
 
@@ -34,13 +40,25 @@ class Interpreted:
         self.made: list[str] = []
 
     def empty(self, *arguments: Any) -> Tensor:
-        """A new tensor as of `direct._empty`, full of NaN, that will be known."""
+        """A new tensor as of `direct._empty`, full of NaN."""
         tensor: Tensor = torch.empty_strided(*arguments[:2], dtype=arguments[2])
-        self.know(tensor.fill_(torch.nan))
-        return tensor
+        return tensor.fill_(torch.nan)
 
-    def know(self, *tensors: Tensor | None) -> None:
-        self.known.update({t.data_ptr(): t for t in tensors if t is not None})
+    def at(self, pointer: int) -> Tensor:
+        """The tensor of this pointer, or the rest of one that it points into."""
+        if pointer in self.known:
+            return self.known[pointer]
+        for tensor in reversed(self.known.values()):
+            start, end = divmod(pointer - _data_ptr(tensor), tensor.element_size())
+            if 0 < start < tensor.numel() and end == 0:
+                return tensor.view(-1)[start:]
+        raise KeyError(pointer)
+
+    def data_ptr(self, tensor: Tensor) -> int:
+        """As `Tensor.data_ptr`; a tensor is known once its pointer has been asked for."""
+        pointer = _data_ptr(tensor)
+        self.known[pointer] = tensor
+        return pointer
 
     def entry(self, kernel: Any, release: str) -> tuple[Any, tuple[Any, ...]]:
         """As `direct._entry`: what to call for a launch, and the arguments after the stream."""
@@ -48,10 +66,19 @@ class Interpreted:
         def call(x: int, y: int, z: int, stream: int, head: str, *arguments: Any) -> None:
             assert (z, stream, head) == (1, 7, "head")
             self.made.append(kernel.fn.__name__)
-            given = [self.known[a] if type(a) is int and a > 2**20 else a for a in arguments]
+            given = [self.at(a) if type(a) is int and a > 2**20 else a for a in arguments]
             kernel[x, y, z](*given)
 
         return call, ("head",)
+
+
+def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the C out of autograd's Functions."""
+    forms = {"norm_function": "norm", "sum_function": "sum", "norm_of_sum": "norm_of_sum"}
+    for function, form in forms.items():
+        kind, forward = direct.asked[function], direct.asked[f"{form}_forward"]
+        monkeypatch.setattr(kind, "forward", staticmethod(forward))
+        monkeypatch.delattr(kind._backward_cls, "apply")
 
 
 @pytest.fixture(params=["python", "c"])
@@ -69,15 +96,26 @@ def interpreted(
     )
     monkeypatch.setattr(direct, "_entry", stand_in.entry)
     monkeypatch.setattr(direct, "_empty", stand_in.empty)
+    monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: stand_in.data_ptr(tensor))
     monkeypatch.setattr(direct, "_current_device", torch.zeros(1).get_device)
     monkeypatch.setattr(direct, "_current_stream", lambda device: 7)
     monkeypatch.setattr(direct, "is_launched_as_tested", lambda: True)
     monkeypatch.setattr(direct_backward, "_plans", {})
     function = None if native is None or request.param == "python" else native.launch_backward
     monkeypatch.setattr(direct, "launch_backward", function)
+    monkeypatch.setattr(direct, "_plans", {})
+    monkeypatch.setattr(direct, "_kernels", {})
     if function is not None:
         replaced = ("current_device", "current_stream", "empty")
-        native.configure(**{name: getattr(direct, f"_{name}") for name in replaced})
+        native.configure(
+            **direct.asked
+            | {name: getattr(direct, f"_{name}") for name in replaced}
+            | {"data_ptr": stand_in.data_ptr}
+        )
+    else:
+        monkeypatch.setattr(direct, "load_native", lambda: None)
+        if native is not None:
+            in_python(monkeypatch)
     yield stand_in
     if function is not None:
         native.configure(**direct.asked)
@@ -130,7 +168,6 @@ def test_the_same_bits_as_by_the_general_way(
 ) -> None:
     plan_for(saved(centered=centered, adds=adds), wanted)
     arguments = saved(rows, centered=centered, adds=adds)
-    interpreted.know(*arguments[:-1])
     found = direct_backward.gradients(*split(arguments), wanted)
     assert found is not None
     expected = general(arguments, wanted)
@@ -149,7 +186,6 @@ def test_without_a_weight_and_with_more_dimensions(interpreted: Interpreted) -> 
     flat = [dy, dsum, s, None, mean, rstd, offset]
     plan_for(flat, (True, None, None))
     deep = [None if t is None else t.view(2, 75, H) for t in flat[:3]] + flat[3:]
-    interpreted.know(*flat[:-1])
     found = direct_backward.gradients(*split(deep), (True, None, None))
     assert found is not None and found[0] is not None
     assert found[0].shape == (2, 75, H)
@@ -162,7 +198,6 @@ def test_what_does_not_fit_is_not_launched(
     wanted = (True, FP16, FP32)
     arguments = saved()
     plan = plan_for(arguments, wanted)
-    interpreted.know(*arguments[:-1])
     assert direct_backward.gradients(*split(arguments), wanted) is not None
     interpreted.made.clear()
     dy, dsum, s, weight, mean, rstd, offset = arguments
@@ -236,13 +271,11 @@ def test_the_second_backward_is_launched_directly(
     x, residual, weight, bias = (torch.randn(ROWS, H), torch.randn(ROWS, H), *torch.randn(2, H))
     spec = autograd.Spec(True, False, 0.0, FP32, False)
     upstream = torch.randn(2, ROWS, H)
-    interpreted.know(*upstream)
     results = []
     for attempt in range(3):
         leaves = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
         y, summed = autograd.NormFunction.apply(*leaves, 1e-5, spec, None)
         s, saved_weight, mean, rstd = y.grad_fn.saved_tensors
-        interpreted.know(s, saved_weight, mean, rstd)
         with monkeypatch.context() as patched:
             if attempt:
                 patched.setattr(autograd, "kernel_backward", None)
@@ -298,7 +331,6 @@ def test_errors_come_through_and_nothing_leaks(interpreted: Interpreted) -> None
     plan = plan_for(arguments, wanted)
     tensors = [t for t in arguments if isinstance(t, Tensor)]
     watched = [*tensors, plan, plan.main_head, plan.main_tail, wanted, FP16]
-    interpreted.know(*tensors)
     launch_backward = direct.launch_backward or direct_backward.launch_backward
     given = arguments[:-1]
 
@@ -322,3 +354,216 @@ def test_errors_come_through_and_nothing_leaks(interpreted: Interpreted) -> None
         for wrong in ((), (plan,), (1, 2, 3, 4, 5, 6, 7, 8), (plan, wanted, 1, 2, 3, 4, 5, 6)):
             with pytest.raises(TypeError):
                 launch_backward(*wrong)
+
+
+# --- autograd's Functions ----------------------------------------------------------------------
+
+OPERATORS = {
+    "layer_norm": lambda x, r, w, b: (fusedops.layer_norm(x, w, b),),
+    "rms_norm": lambda x, r, w, b: (fusedops.rms_norm(x, w, weight_offset=1.0),),
+    "add_layer_norm": lambda x, r, w, b: fusedops.add_layer_norm(x, r, w, b),
+    "add_rms_norm": lambda x, r, w, b: fusedops.add_rms_norm(x, r, w, cast="input"),
+    "linked layer_norm": lambda x, r, w, b: linked_add_norm(x, r, w, b, 1e-5, centered=True),
+    "linked rms_norm": lambda x, r, w, b: linked_add_norm(x, r, w, None, 1e-6, centered=False),
+}
+NAMES = ("x", "residual", "weight", "bias")
+BF16, FP64 = torch.bfloat16, torch.float64
+
+
+class Training:
+    """Calls of one operator and their backwards, alike but for what is known by then."""
+
+    def __init__(
+        self, name: str, interpreted: Interpreted, dtypes: tuple[torch.dtype, ...] = (FP32,) * 4
+    ) -> None:
+        self.call, self.interpreted = OPERATORS[name], interpreted
+        self.adds, self.centered = not name.startswith(("layer", "rms")), "layer" in name
+        shapes = (2, 35, H), (2, 35, H), (H,), (H,)
+        self.values = [torch.randn(s).to(d) for s, d in zip(shapes, dtypes, strict=True)]
+        self.used = [True, self.adds, True, self.centered]
+        self.upstream = [torch.randn(2, 35, H) for _ in range(3)]
+
+    def leaves(self, frozen: tuple[str, ...] = ()) -> list[Tensor]:
+        made = [
+            value.clone().requires_grad_(used and name not in frozen)
+            for value, used, name in zip(self.values, self.used, NAMES, strict=True)
+        ]
+        return made
+
+    def grads(self, outputs: Any, given: Any = None) -> list[Tensor]:
+        """Gradients to hand to ``outputs``, of their dtypes."""
+        found = [g.to(out.dtype) for g, out in zip(self.upstream, outputs)]  # noqa: B905
+        return found
+
+    def step(self, frozen: tuple[str, ...] = ()) -> list[Tensor | None]:
+        leaves = self.leaves(frozen)
+        outputs = [out for out in self.call(*leaves) if out is not None]
+        needy = [out for out in outputs if out.requires_grad]
+        torch.autograd.backward(needy, self.grads(needy))
+        return [*(out.detach() for out in outputs), *(leaf.grad for leaf in leaves)]
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+def refuse_the_general_way(monkeypatch: pytest.MonkeyPatch, *, python: bool = False) -> None:
+    """And with ``python`` what the C does in its place."""
+    monkeypatch.setattr(autograd, "kernel_forward", None)
+    monkeypatch.setattr(autograd, "kernel_backward", None)
+    monkeypatch.setattr(reference, "norm_backward", None)
+    if python:
+        monkeypatch.setattr(autograd, "training_forward", None)
+        monkeypatch.setattr(autograd, "gradients", None)
+        monkeypatch.setattr(autograd, "apply_linked", None)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "dtypes"),
+    [
+        ((), (BF16, FP32, FP32, FP32)),
+        (("x",), (FP32, BF16, BF16, FP32)),
+        (("residual", "bias"), (BF16, BF16, FP32, BF16)),
+        (("x", "residual"), (FP16, FP16, FP16, FP32)),
+        (("weight",), (FP32,) * 4),
+        (("weight", "bias"), (FP16, FP32, FP16, FP16)),
+    ],
+)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_training_step_is_the_same_by_each_way(
+    plannable: None,
+    interpreted: Interpreted,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    frozen: tuple[str, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """The general way, the plan that it leaves, and in C the guard that this leaves."""
+    training = Training(name, interpreted, dtypes)
+    expected = training.step(frozen)
+    for attempt in range(3):
+        with monkeypatch.context() as patched:
+            in_c = attempt == 2 and direct.launch_backward is not None
+            refuse_the_general_way(patched, python=in_c)
+            assert_same(training.step(frozen), expected)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "linked layer_norm"])
+def test_what_is_out_of_the_ordinary_is_left_to_python(
+    plannable: None, interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One after the other, each with a `Fit` there: as in the first call, and none is spoiled."""
+    training = Training(name, interpreted)
+
+    def outputs() -> tuple[list[Tensor], list[Tensor]]:
+        leaves = training.leaves()
+        made = [out for out in training.call(*leaves) if out is not None]
+        return [leaf for leaf in leaves if leaf.requires_grad], made
+
+    def twice() -> list[Tensor | None]:
+        """Second derivatives; those of the bias are none."""
+        leaves, made = outputs()
+        upstream = [g.clone().requires_grad_() for g in training.grads(made)]
+        first = torch.autograd.grad(made, leaves, upstream, create_graph=True)
+        total = sum(g.square().sum() for g in first)
+        return list(torch.autograd.grad(total, [*leaves, *upstream], allow_unused=True))
+
+    def batched() -> list[Tensor]:
+        leaves, made = outputs()
+        upstream = torch.stack([training.upstream[0]] * 2)
+        return list(torch.autograd.grad(made[0], leaves, upstream, is_grads_batched=True))
+
+    def retained() -> list[Tensor]:
+        leaves, made = outputs()
+        grads = training.grads(made)
+        first = torch.autograd.grad(made, leaves, grads, retain_graph=True)
+        assert_same(list(torch.autograd.grad(made, leaves, grads)), list(first))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(made, leaves, grads)
+        return list(first)
+
+    def without_y() -> list[Tensor | None]:
+        leaves, made = outputs()
+        last = made[-1:]
+        return list(torch.autograd.grad(last, leaves, training.grads(last), allow_unused=True))
+
+    def other_dtypes() -> list[Tensor]:
+        unpacked = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.detach(), lambda t: (unpacked.append(t), t.double())[1]
+        ):
+            leaves, made = outputs()
+        found = list(torch.autograd.grad(made, leaves, training.grads(made)))
+        assert len(unpacked) == 3 + training.centered  # once each, as checkpoints insist on
+        return found
+
+    def watched() -> list[Tensor]:
+        """By tensor hooks, that may replace a gradient, and by retain_grad."""
+        leaves, made = outputs()
+        made[0].register_hook(lambda g: g * 2)
+        made[-1].register_hook(lambda g: (g * 3).t().contiguous().t() if g.dim() == 2 else g * 3)
+        made[-1].retain_grad()
+        grads = training.grads(made)
+        torch.autograd.backward(made, grads)
+        return [made[-1].grad, *(leaf.grad for leaf in leaves)]  # type: ignore[list-item]
+
+    def same_gradient() -> list[Tensor]:
+        leaves, made = outputs()
+        (g,) = training.grads(made[:1])
+        return list(torch.autograd.grad(made, leaves, [g] * len(made)))
+
+    def strided() -> list[Tensor]:
+        leaves, made = outputs()
+        return list(torch.autograd.grad([out.sum() for out in made], leaves))
+
+    def checkpointed() -> list[Tensor]:
+        found = []
+        for reentrant in (False, True):
+            leaves = training.leaves()
+
+            def call(*given: Tensor) -> tuple[Tensor, ...]:
+                # Without gradients, as a reentrant one runs first, a linked call has no third.
+                return tuple(out for out in training.call(*given)[:2] if out is not None)
+
+            made = checkpoint(call, *leaves, use_reentrant=reentrant)
+            grads = training.grads(made)
+            torch.autograd.backward(made, grads)
+            found += [leaf.grad for leaf in leaves if leaf.requires_grad]
+        return found  # type: ignore[return-value]
+
+    def anomalous() -> list[Tensor | None]:
+        with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+            return training.step()
+
+    ways = (twice, batched, retained, without_y, other_dtypes, watched, same_gradient, strided,
+            checkpointed, anomalous)  # fmt: skip
+    expected = []
+    for way in ways:
+        direct._plans.clear()
+        direct_backward._plans.clear()
+        expected.append(way())
+    usual = [training.step() for _ in range(3)][-1]
+    for way, result in zip(ways, expected, strict=True):
+        assert_same(way(), result)
+        with monkeypatch.context() as patched:
+            refuse_the_general_way(patched, python=direct.launch_backward is not None)
+            assert_same(training.step(), usual)
+
+
+def test_nodes_are_called_as_before(plannable: None, interpreted: Interpreted) -> None:
+    training = Training("linked layer_norm", interpreted)
+    for _ in range(3):
+        y, summed, after = training.call(*training.leaves())
+        assert type(y.grad_fn).__name__ == type(after.grad_fn).__name__ == "NormOfSumBackward"
+        assert type(summed.grad_fn).__name__ == "SumFunctionBackward"
+        training.step()
+    if direct.launch_backward is None:
+        return
+    for node in (y.grad_fn, summed.grad_fn):
+        for wrong in ((), (None,) * 3):
+            with pytest.raises(TypeError, match="expected the gradient"):
+                node.apply(*wrong)
+        with pytest.raises(TypeError):
+            type(node).apply(None, training.upstream[0])
