@@ -295,7 +295,8 @@ def gradients(
         )
         dbias = None if dbias is None or bias_dtype is None else dbias.to(bias_dtype)
         return ds, dweight if needs_weight else None, dbias if needs_bias else None
-    wanted = needs_ds, weight.dtype if needs_weight else None, bias_dtype if needs_bias else None
+    weight_dtype = None if weight is None or not needs_weight else weight.dtype
+    wanted = needs_ds, weight_dtype, bias_dtype if needs_bias else None
     read = (s, weight, mean, rstd, spec.weight_offset)
     found = direct_backward.gradients(dy, dsum, read, wanted, kept.fits)
     if found is None:

@@ -176,11 +176,15 @@ def launch_backward(
     most = -(-programs * n_cols // SUMS_ALIGNED) * SUMS_ALIGNED
     n_wanted = sum(dtype is not None for dtype in dtypes)
     sums, sums_ptr = empty((n_wanted * most,), rstd.dtype if n_wanted else None)
-    pointers = [sums_ptr, sums_ptr]
+    dbias_sums_ptr = sums_ptr
     if sums_ptr is not None and n_wanted == 2:
-        pointers[1] = sums_ptr + most * sums.element_size()
-    sums_ptrs = [None if d is None else pointer for d, pointer in zip(dtypes, pointers)]
-    columns = (*sums_ptrs, dweight_ptr, dbias_ptr)
+        dbias_sums_ptr = sums_ptr + most * sums.element_size()
+    columns = (
+        None if dweight is None else sums_ptr,
+        None if dbias is None else dbias_sums_ptr,
+        dweight_ptr,
+        dbias_ptr,
+    )
     stream = direct._current_stream(device)
     start = (1, stream, *plan.main_head, *read, ds_ptr)
     plan.main_launch(programs, 1, *start, *columns, n_rows, *plan.main_tail)

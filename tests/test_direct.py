@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedops import direct, dispatch
-from fusedops.autograd import Spec, apply_directly
+from fusedops import direct, direct_backward, dispatch
+from fusedops.autograd import Spec, apply_directly, apply_linked
 from fusedops.integrations import norms, patch, stream, unpatch
 
 H = 24
@@ -249,6 +249,96 @@ def test_errors_come_through_and_nothing_leaks(make: Any) -> None:
     # Other tests' garbage may go meanwhile; what leaks is there once a call.
     assert max(now - then for now, then in zip(counts(), before, strict=True)) < 100
     assert alive() - objects < 100
+
+
+@pytest.fixture
+def backward_plan(native: Any, monkeypatch: pytest.MonkeyPatch) -> direct_backward.Plan:
+    """Serves every backward, with launches that are only recorded."""
+
+    class Every(dict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            return plan
+
+    parts = (Launch(), ("head",), ("tail",), 4, 2)
+    plan = direct_backward.Plan(*parts, *parts[:3], 1, 1, Hooks(), ())
+    monkeypatch.setattr(direct_backward, "_plans", Every())
+    used = None if direct.load_native() is None else native.launch_backward
+    monkeypatch.setattr(direct, "launch_backward", used)
+    return plan
+
+
+@pytest.mark.parametrize("train", [apply_directly, apply_linked])
+def test_training_steps_leak_nothing_and_errors_come_through(
+    make: Any, backward_plan: direct_backward.Plan, train: Any
+) -> None:
+    leaves = [t.requires_grad_() for t in tensors() if t is not None]
+    plan, call, launch, _ = make(*leaves, train=train)
+    backward = backward_plan.main_launch
+    dy, dsum = torch.randn(9, H).half(), torch.randn(9, H).double()
+
+    def step() -> None:
+        outputs = call(*leaves)
+        grads = torch.autograd.grad([outputs[0], outputs[-1]], leaves, [dy, dsum])
+        assert [g.dtype for g in grads] == [torch.float32] * 4
+        launch.made.clear()
+        backward.made.clear()
+
+    def fail() -> None:
+        launch.made = None  # recording fails
+        with pytest.raises(AttributeError, match="append"):
+            call(*leaves)
+        launch.made = []
+        outputs = call(*leaves)
+        backward.made = None
+        with pytest.raises(AttributeError, match="append"):
+            torch.autograd.grad([outputs[0], outputs[-1]], leaves, [dy, dsum])
+        backward.made = []
+
+    def counts() -> list[int]:
+        gc.collect()
+        held = [*leaves, dy, dsum, plan, plan.spec, plan.eps, backward_plan, call, plan.y_dtype]
+        return [sys.getrefcount(thing) for thing in (*held, torch.float32, torch.float64, None)]
+
+    def size() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    for _ in range(300):
+        step()
+        fail()
+    before, pages = counts(), size()
+    for _ in range(1000):
+        step()
+        fail()
+    # Other tests' garbage may go meanwhile; what leaks is there once a call.
+    assert max(now - then for now, then in zip(counts(), before, strict=True)) < 200
+    assert size() - pages < 1000  # a page a call, of the six tensors that a call makes
+
+
+@pytest.mark.parametrize("train", [apply_directly, apply_linked])
+def test_threads_may_train_with_one_plan(
+    make: Any, backward_plan: direct_backward.Plan, train: Any
+) -> None:
+    given, failures = tensors(), []
+    _, call, *_ = make(*[t.clone().requires_grad_() for t in given if t is not None], train=train)
+    start = threading.Barrier(4)
+
+    def steps() -> None:
+        leaves = [t.clone().requires_grad_() for t in given if t is not None]
+        start.wait()
+        try:
+            for _ in range(100):
+                y, *sums = call(*leaves)
+                torch.autograd.backward([y, sums[-1]], [y.detach() * 0, torch.ones(9, H).double()])
+                assert [leaf.grad.shape for leaf in leaves] == [leaf.shape for leaf in leaves]
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=steps) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
 
 
 def test_results_have_the_strides_of_new_tensors(make: Any) -> None:
