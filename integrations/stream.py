@@ -179,12 +179,15 @@ class BlockState:
             key = self.sources.get(key)
 
     def for_replica(self) -> "BlockState":
-        """For a copy that lives for one forward: what this one knows, but for the next norm."""
+        """For a copy that lives for one forward, with children of its own, which is watched.
+
+        It knows what this one does, but for the next norm.
+        """
         replica = BlockState(self.block_class, self.min_elements)
         replica.obstacle, replica.misses = self.obstacle, 2 * TRIALS
         replica.keys, replica.argument_keys = set(self.keys), self.argument_keys
         replica.wraps_norms = self.wraps_norms
-        replica.learned, replica.outer = {True, False}, self.outer
+        replica.outer = self.outer
         return replica
 
 

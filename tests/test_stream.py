@@ -1707,6 +1707,31 @@ def test_data_parallel_replicas_do_not_know_the_masters_norms() -> None:
     assert state.keys == original.keys
 
 
+def replicated(module: nn.Module) -> nn.Module:
+    """As `torch.nn.parallel.replicate` makes one, but for its own parameters."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        replica._modules[name] = None if child is None else replicated(child)
+    replica._parameters = module._parameters
+    return replica
+
+
+@pytest.mark.parametrize("forwards", [0, 2])
+def test_replicas_fuse_in_their_only_forward(forwards: int) -> None:
+    """What is known of a model helps its replicas, but nothing need be: it may never have run."""
+    model, x = Net(), rows()
+    with torch.no_grad():
+        expected = model(x)
+        patch(model)
+        for _ in range(forwards):
+            model(x)
+        for _ in range(2):
+            replica = replicated(model)
+            torch.testing.assert_close(replica(x), expected)
+            states = [vars(block)["_fusedops_block"] for block in replica.layers]
+            assert [state.inside for state in states] == [1] * len(states)
+
+
 def test_two_threads_on_one_model(llama: PreTrainedModel) -> None:
     inputs = [
         torch.randint(64, (2, 6 + i), generator=torch.Generator().manual_seed(i)) for i in range(2)
