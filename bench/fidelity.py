@@ -103,7 +103,7 @@ def fine_tune(model, windows, steps):
     batches = [windows[step % len(windows)] for step in range(steps)]
     contestants = {
         "unpatched": lambda copied: copied,
-        "patched": lambda copied: (patch(copied), copied)[1],
+        "patched": lambda copied: (patch(copied, fuse_residual="always"), copied)[1],
         "nudged": nudged,
     }
     return {n: losses(make(copy.deepcopy(model)), batches) for n, make in contestants.items()}

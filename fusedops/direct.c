@@ -1430,8 +1430,7 @@ static int is_small(PyObject *state, PyObject *x) {
     if (least <= 0 || !Py_IS_TYPE(x, (PyTypeObject *)tensor_type)) return 0;
     if (integer(call1(numel, x), &elements) < 0) return -1;
     if (elements >= least) return 0;
-    int answer = is_object(call0(is_grad_enabled), Py_False);
-    if (answer == 1) answer = truth(call1(is_cuda, x));
+    int answer = truth(call1(is_cuda, x));
     if (answer == 1) answer = is_object(call0(is_capturing), Py_False);
     return answer;
 }

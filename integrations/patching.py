@@ -178,8 +178,8 @@ def patch(model: nn.Module, *, fuse_residual: bool | str = True) -> PatchReport:
         fuse_residual: also run the blocks that hold the norms so that an add and the norm that
             reads its sum become one operator, within a block and from a block to the next
             (``report.fused`` counts). Sums are bit for bit the original's. On a GPU hidden states
-            of less than 2^22 elements are left out where no gradient is recorded, because putting
-            an add off costs the CPU more there than the add does; ``"always"`` includes them.
+            of less than 2^22 elements are left out while no graph is captured, because putting an
+            add off costs the CPU more there than the add does; ``"always"`` includes them.
 
     Nothing is changed before everything is checked. What is patched already stays so; a second
     call picks up what was added since.
