@@ -192,8 +192,9 @@ def norm_backward_kernel(
         dbias = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
 
     n_tiles = (n_rows - 1) // BLOCK_ROWS + 1  # unlike tl.cdiv, cannot overflow
-    if n_tiles <= tl.num_programs(0):
-        # A single tile a program: nothing to load ahead, and a pipeline takes time to begin.
+    # A single tile a program: nothing to load ahead, and a pipeline takes time to begin. Where columns
+    # are masked there are no registers for what both ways need.
+    if not MASKED and n_tiles <= tl.num_programs(0):
         dweight, dbias = walk_over_tile(
             pid, s_ptr, dy_ptr, dsum_ptr, mean_ptr, rstd_ptr, ds_ptr, dweight_ptr, dbias_ptr,
             n_rows, n_inner, s_row_stride, s_outer_stride, dy_row_stride, dy_outer_stride,
