@@ -280,7 +280,8 @@ def profile_parts(content):
         return []
     text = (
         "What is left to gain with norms and adds fused: the model's milliseconds; the GPU's own "
-        "by the kernels of one profiled call, before and after, and their share of the whole; the "
+        "by the kernels of one profiled call, before and after, and their share of the whole (over "
+        "100% where the fastest call found a higher clock than the profiled one); the "
         "patched model's kernels by kind, in milliseconds and (in brackets) number. The last "
         "column is how many times as fast the GPU's part has become, of how many it could be at "
         "most: with all norms and adds that remain for nothing, among them adds of rotary "
