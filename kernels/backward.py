@@ -192,8 +192,8 @@ def norm_backward_kernel(
         dbias = tl.zeros((BLOCK_ROWS, BLOCK_SIZE), dtype=ACC)
 
     n_tiles = (n_rows - 1) // BLOCK_ROWS + 1  # unlike tl.cdiv, cannot overflow
-    # A single tile a program: nothing to load ahead, and a pipeline takes time to begin. Where columns
-    # are masked there are no registers for what both ways need.
+    # A single tile a program: nothing to load ahead, and a pipeline takes time to begin. Where
+    # columns are masked there are no registers for what both ways need.
     if not MASKED and n_tiles <= tl.num_programs(0):
         dweight, dbias = walk_over_tile(
             pid, s_ptr, dy_ptr, dsum_ptr, mean_ptr, rstd_ptr, ds_ptr, dweight_ptr, dbias_ptr,
