@@ -282,7 +282,7 @@ def gradients(
     s, weight, mean, rstd = saved
     needs_ds, needs_weight, needs_bias = needs
     spec, bias_dtype = kept.spec, kept.bias_dtype
-    if dy is None or torch.is_grad_enabled() or not readable(dy, dsum):
+    if dy is None or torch.is_grad_enabled() or not readable(dy, dsum, *saved):
         # Nothing to normalise, or something to differentiate through: torch's own operations.
         ds, dweight, dbias = reference.norm_backward(
             dy,
@@ -424,10 +424,11 @@ direct.ask(
 )
 
 
-def readable(dy: Tensor, dsum: Tensor | None) -> bool:
-    """Whether a kernel may read these; a batched backward (vmap) hands in wrapped ones."""
-    return (
-        not dispatch.transforms_active()
-        and dispatch.is_plain(dy)
-        and (dsum is None or dispatch.is_plain(dsum))
+def readable(*tensors: Tensor | None) -> bool:
+    """Whether a kernel may read these.
+
+    A batched backward (vmap) hands in wrapped gradients, and hooks on saved tensors what they like.
+    """
+    return not dispatch.transforms_active() and all(
+        tensor is None or dispatch.is_plain(tensor) for tensor in tensors
     )

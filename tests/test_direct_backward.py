@@ -450,7 +450,9 @@ def test_a_training_step_is_the_same_by_each_way(
             assert_same(training.step(frozen), expected)
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "linked layer_norm"])
+@pytest.mark.parametrize(
+    "name", ["layer_norm", "rms_norm", "add_rms_norm", "linked layer_norm"]
+)
 def test_what_is_out_of_the_ordinary_is_left_to_python(
     plannable: None, interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -499,6 +501,19 @@ def test_what_is_out_of_the_ordinary_is_left_to_python(
         assert len(unpacked) == 3 + training.centered  # once each, as checkpoints insist on
         return found
 
+    def negated() -> list[Tensor]:
+        """Saved tensors of which the memory holds the opposite."""
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.detach(), lambda t: torch._neg_view(-t)
+        ):
+            leaves, made = outputs()
+        found = list(torch.autograd.grad(made, leaves, training.grads(made)))
+        plain_leaves, plain = outputs()
+        expected = torch.autograd.grad(plain, plain_leaves, training.grads(plain))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+        return found
+
     def watched() -> list[Tensor]:
         """By tensor hooks, that may replace a gradient, and by retain_grad."""
         leaves, made = outputs()
@@ -537,8 +552,8 @@ def test_what_is_out_of_the_ordinary_is_left_to_python(
         with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
             return training.step()
 
-    ways = (twice, batched, retained, without_y, other_dtypes, watched, same_gradient, strided,
-            checkpointed, anomalous)  # fmt: skip
+    ways = (twice, batched, retained, without_y, other_dtypes, negated, watched, same_gradient,
+            strided, checkpointed, anomalous)  # fmt: skip
     expected = []
     for way in ways:
         direct._plans.clear()
