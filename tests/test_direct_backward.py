@@ -450,9 +450,7 @@ def test_a_training_step_is_the_same_by_each_way(
             assert_same(training.step(frozen), expected)
 
 
-@pytest.mark.parametrize(
-    "name", ["layer_norm", "rms_norm", "add_rms_norm", "linked layer_norm"]
-)
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_rms_norm", "linked layer_norm"])
 def test_what_is_out_of_the_ordinary_is_left_to_python(
     plannable: None, interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
