@@ -24,11 +24,12 @@ WIDTHS = (
 # Those GPUs take what sm_80 and sm_100 do, unless its shared memory is more than they have.
 FEW_WIDTHS = {"cuda:86": (2560, 65536), "cuda:120": (2560, 65536)}
 
-# Bytes a thread, beside 512 or 1020 in registers. Still the fastest of all tried on an H200:
-# 8 and 24 by Triton 3.6 and 3.7, these by 3.9.
+# Bytes a thread, beside 256 to 1020 in registers. Still the fastest of all tried on an H200:
+# 8, 24 and none by Triton 3.6 and 3.7, these by 3.9.
 SPILLS = {
     **{("norm_backward_sliced_kernel", "add_layer_norm", w): 16 for w in WIDTHS if w >= 12288},
     ("norm_backward_kernel", "rms_norm", 5120): 40,
+    ("norm_forward_kernel", "rms_norm", 65536): 8,
 }
 
 # For rows beyond one block where they are not sliced: fp64, and on AMD's GPUs.

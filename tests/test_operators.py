@@ -261,6 +261,25 @@ def test_sliced_rows_in_a_captured_graph(op):
             assert right is None or torch.equal(out, right)
 
 
+def test_the_widest_rows_of_one_program(monkeypatch):
+    """RMSNorm's rows are not kept, so longer ones fit; aligned, and unless masks spill."""
+    config = pytest.importorskip("fusedops.kernels.config")
+    monkeypatch.setattr(config, "NVIDIA", True)
+    choose, gpu = config.forward_config.__wrapped__, config.Gpu(132)
+    for n_cols in (32768, 40000, 57344, 65536):
+        chosen = choose(n_cols, 2, False, False, gpu)
+        assert (chosen.block_size >= n_cols, chosen.slices, chosen.reloaded) == (True, 1, True)
+    for n_cols in (57360, 65520, 65552):
+        assert choose(n_cols, 2, False, False, gpu).slices > 1
+    for n_cols, itemsize, centered, adds in (
+        (65536, 4, False, False), (65536, 2, True, False), (65536, 2, False, True),
+    ):  # fmt: skip
+        assert choose(n_cols, itemsize, centered, adds, gpu).slices > 1
+    unaligned = choose(40001, 2, False, False, gpu)
+    assert unaligned.slices == 1
+    assert unaligned.block_size < 40001
+
+
 def test_rows_are_sliced_only_where_all_their_programs_fit(monkeypatch):
     """A row's programs wait for each other: on a GPU that cannot run them all, for ever."""
     config = pytest.importorskip("fusedops.kernels.config")
