@@ -30,7 +30,8 @@ test: lint
 test-others: $(OTHERS)
 
 $(TRANSFORMERS:%=test-%): TESTS = tests/test_families.py tests/test_stream.py tests/test_patching.py
-$(TRITON:%=test-%): TESTS = -n $(WORKERS) tests/test_compile.py tests/test_operators.py
+$(TRITON:%=test-%): TESTS = -n $(WORKERS) tests/test_compile.py tests/test_launcher.py \
+	tests/test_operators.py
 
 # One process for each release of transformers, so that the count of families is checked.
 $(OTHERS): test-%: build/%/.ready

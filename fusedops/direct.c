@@ -10,6 +10,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
+#if __has_include(<cuda.h>)
+#include <cuda.h>
+#include <dlfcn.h>
+#endif
 
 // What a call asks torch for, given by configure().
 #define GLOBALS(X)                                                                             \
@@ -209,9 +213,167 @@ static PyObject *call_training(Caller *self, PyObject *const *inputs, PyObject *
     return Py_BuildValue("(NO)", outputs, Py_None);
 }
 
-// Launch a grid of x by y programs; what lies between the head and the tail is borrowed. -1: failed.
+// --- the launch --------------------------------------------------------------------------------
+//
+// A `Launcher` is a compiled kernel with all that does not change from launch to launch. It asks
+// the driver for what Triton's launcher asks, and takes a twentieth of its time, for it has nothing
+// to find out: neither types of arguments nor which of them the kernel was compiled for.
+
+enum { MAX_VARYING = 16, MAX_FIXED = 16, SCRATCHES = 2 };
+
+#ifdef CUDA_VERSION
+typedef struct {
+    PyObject_HEAD
+    CUfunction function;
+    CUcontext context;
+    unsigned threads, shared;
+    int dependent;
+    Py_ssize_t n_varying, n_fixed;
+    char passed[MAX_VARYING];
+    unsigned long long fixed[MAX_FIXED];
+} Launcher;
+
+static PyTypeObject LauncherType;
+
+// Functions of the driver, from the library that torch and Triton have loaded.
+static CUresult (*cu_launch)(const CUlaunchConfig *, CUfunction, void **, void **);
+static CUresult (*cu_get_context)(CUcontext *);
+static CUresult (*cu_set_context)(CUcontext);
+static CUresult (*cu_error)(CUresult, const char **);
+
+static int find_driver(void) {
+    if (cu_launch != NULL) return 0;
+    void *library = dlopen("libcuda.so.1", RTLD_LAZY);
+    if (library != NULL) {
+        cu_get_context = dlsym(library, "cuCtxGetCurrent");
+        cu_set_context = dlsym(library, "cuCtxSetCurrent");
+        cu_error = dlsym(library, "cuGetErrorString");
+        if (cu_get_context && cu_set_context && cu_error)
+            cu_launch = dlsym(library, "cuLaunchKernelEx");
+    }
+    if (cu_launch != NULL) return 0;
+    PyErr_SetString(PyExc_RuntimeError, "libcuda.so.1 has no cuLaunchKernelEx");
+    return -1;
+}
+
+// 0, or -1 with an exception.
+static int check_driver(CUresult result) {
+    const char *text = NULL;
+    if (result == CUDA_SUCCESS) return 0;
+    if (cu_error(result, &text) != CUDA_SUCCESS || text == NULL) text = "unknown error";
+    PyErr_Format(PyExc_RuntimeError, "CUDA cannot launch a kernel: %s (error %d)", text, result);
+    return -1;
+}
+
+// A pointer, None for NULL, or a number.
+static int word_of(PyObject *object, unsigned long long *word) {
+    *word = object == Py_None ? 0 : PyLong_AsUnsignedLongLong(object);
+    return *word == (unsigned long long)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+static int start(Launcher *self, long long x, long long y, PyObject *stream_object,
+                 PyObject *const *varying, Py_ssize_t n) {
+    unsigned long long words[MAX_VARYING], scratch[SCRATCHES] = {0}, stream;
+    void *parameters[MAX_VARYING + MAX_FIXED + SCRATCHES];
+    size_t at = 0;
+    if (n != self->n_varying) {
+        PyErr_SetString(PyExc_TypeError, "a launch with another number of arguments");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        if (!self->passed[i]) continue;
+        if (word_of(varying[i], &words[i]) < 0) return -1;
+        parameters[at++] = &words[i];
+    }
+    for (Py_ssize_t i = 0; i < self->n_fixed; i++) parameters[at++] = &self->fixed[i];
+    for (int i = 0; i < SCRATCHES; i++) parameters[at++] = &scratch[i];
+    if (word_of(stream_object, &stream) < 0) return -1;
+
+    CUlaunchAttribute attribute = {.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                                   .value.programmaticStreamSerializationAllowed = 1};
+    CUlaunchConfig config = {
+        .gridDimX = x, .gridDimY = y, .gridDimZ = 1,
+        .blockDimX = self->threads, .blockDimY = 1, .blockDimZ = 1,
+        .sharedMemBytes = self->shared, .hStream = (CUstream)stream,
+        .attrs = &attribute, .numAttrs = self->dependent ? 1 : 0};
+    CUcontext context;
+    CUresult result = cu_get_context(&context);
+    if (result == CUDA_SUCCESS && context == NULL)  // a thread that has not used the GPU yet
+        result = cu_set_context(self->context);
+    if (result == CUDA_SUCCESS) {
+        Py_BEGIN_ALLOW_THREADS  // the driver waits where its queue is full
+        result = cu_launch(&config, self->function, parameters, NULL);
+        Py_END_ALLOW_THREADS
+    }
+    return check_driver(result);
+}
+
+// (function, threads, shared, dependent, passed, fixed): the loaded kernel's handle, threads a
+// block, bytes of shared memory, whether it may begin before the kernel before it has ended, a byte
+// for each argument that varies, 0 where the kernel has no such parameter, and 8 bytes for each
+// parameter that does not vary.
+static PyObject *launcher_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"function", "threads", "shared", "dependent", "passed", "fixed", NULL};
+    unsigned long long function;
+    unsigned threads, shared;
+    const char *passed, *fixed;
+    Py_ssize_t n_passed, n_fixed;
+    int dependent;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$KIIpy#y#", names, &function, &threads, &shared,
+                                     &dependent, &passed, &n_passed, &fixed, &n_fixed))
+        return NULL;
+    if (n_passed > MAX_VARYING || n_fixed % 8 || n_fixed / 8 > MAX_FIXED) {
+        PyErr_SetString(PyExc_ValueError, "too many arguments");
+        return NULL;
+    }
+    if (find_driver() < 0) return NULL;
+    Launcher *self = (Launcher *)type->tp_alloc(type, 0);
+    if (self == NULL) return NULL;
+    self->function = (CUfunction)function;
+    self->threads = threads;
+    self->shared = shared;
+    self->dependent = dependent;
+    self->n_varying = n_passed;
+    self->n_fixed = n_fixed / 8;
+    memcpy(self->passed, passed, n_passed);
+    memcpy(self->fixed, fixed, n_fixed);
+    if (check_driver(cu_get_context(&self->context)) < 0) Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+// (x, y, stream, *varying): a launch of x by y programs.
+static PyObject *launcher_launch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    long long x = nargs < 3 ? -1 : PyLong_AsLongLong(args[0]);
+    long long y = nargs < 3 ? -1 : PyLong_AsLongLong(args[1]);
+    if (x <= 0 || y <= 0) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "expected a grid and a stream");
+        return NULL;
+    }
+    if (start((Launcher *)self, x, y, args[2], args + 3, nargs - 3) < 0) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef launcher_methods[] = {
+    {"launch", (PyCFunction)(void (*)(void))launcher_launch, METH_FASTCALL, NULL},
+    {NULL},
+};
+
+static PyTypeObject LauncherType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "fusedops_direct.Launcher",
+    .tp_basicsize = sizeof(Launcher),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = launcher_methods,
+    .tp_new = launcher_new,
+};
+#endif
+
+// Launch a grid of x by y programs, by a `Launcher` or by whatever takes the arguments of Triton's;
+// what lies between the head and the tail is borrowed. -1: failed.
 static int launch_kernel(PyObject *launch, long long x, long long y, PyObject *stream,
                          PyObject *head, PyObject *const *varying, Py_ssize_t n, PyObject *tail) {
+#ifdef CUDA_VERSION
+    if (Py_IS_TYPE(launch, &LauncherType)) return start((Launcher *)launch, x, y, stream, varying, n);
+#endif
     Py_ssize_t n_head = PyTuple_GET_SIZE(head), n_tail = PyTuple_GET_SIZE(tail), at = 0;
     PyObject *arguments = PyTuple_New(GRID_AND_STREAM + n_head + n + n_tail);
     if (arguments == NULL) return -1;
@@ -1671,9 +1833,11 @@ PyMODINIT_FUNC PyInit_fusedops_direct(void) {
     if (PyType_Ready(&CallerType) < 0) return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
-    if (PyModule_AddObjectRef(module, "Caller", (PyObject *)&CallerType) < 0) {
-        Py_DECREF(module);
-        return NULL;
-    }
+    int answer = PyModule_AddObjectRef(module, "Caller", (PyObject *)&CallerType);
+#ifdef CUDA_VERSION
+    if (answer == 0) answer = PyType_Ready(&LauncherType);
+    if (answer == 0) answer = PyModule_AddObjectRef(module, "Launcher", (PyObject *)&LauncherType);
+#endif
+    if (answer < 0) Py_CLEAR(module);
     return module;
 }

@@ -20,6 +20,7 @@ What Triton specialises on is what the guard and the plan's key compare, and tha
 """
 
 import os
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ __all__ = [
     "stand_in",
 ]
 
-TESTED_TRITON = ("3.6", "3.7")
+TESTED_TRITON = ("3.6", "3.7", "3.8", "3.9")
 """Releases whose compiled kernels are known to be launched as `Kernel.launch` does."""
 
 MAX_KINDS = 1024
@@ -65,7 +66,7 @@ MAX_PLANS = 16
 class Kernel:
     """A compiled kernel and the arguments that do not change."""
 
-    launch: Any  # called with grid and stream, then head, pointers, n_rows, tail
+    launch: Any  # direct.c's `Launcher`, or called with grid, stream, head, pointers, n_rows, tail
     head: tuple[Any, ...]
     tail: tuple[Any, ...]
     block_rows: int
@@ -254,11 +255,15 @@ def load_native() -> Any:
     if not NATIVE:
         return None
     try:
+        import triton
         from triton.runtime.build import compile_module_from_src
 
         source = Path(__file__).with_name("direct.c").read_text()
+        headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"  # cuda.h
         with _building:
-            native: Any = compile_module_from_src(source, "fusedops_direct")
+            native: Any = compile_module_from_src(
+                source, "fusedops_direct", include_dirs=[str(headers)]
+            )
             native.configure(**asked)
     except Exception as error:  # no compiler, no headers, a Triton that builds otherwise
         dispatch.log_once(f"calls are launched by Python: direct.c cannot be compiled ({error})")
@@ -519,33 +524,71 @@ def compile_call(call: Any, varying: str) -> Kernel:
 
     Before the argument of the name ``varying`` stand pointers, after it what does not change.
     """
-    from fusedops.kernels.launch import TRITON_RELEASE
-
     # Dtypes stand for aligned tensors.
     arguments = [a.dtype if isinstance(a, Tensor) else a for a in call.arguments]
     compiled = call.kernel.warmup(*arguments, grid=call.grid, **call.meta)
     names = call.kernel.arg_names
     constants = [call.meta[name] for name in names if name in call.meta]
-    launch, head = _entry(compiled, TRITON_RELEASE)
-    return Kernel(
-        launch=launch,
-        head=head,
-        tail=(*call.arguments[names.index(varying) + 1 :], *constants),
-        block_rows=call.meta["BLOCK_ROWS"],
-        compiled=compiled,
+    tail = (*call.arguments[names.index(varying) + 1 :], *constants)
+    return Kernel(*_entry(compiled, tail), call.meta["BLOCK_ROWS"], compiled)
+
+
+Entry = tuple[Any, tuple[Any, ...], tuple[Any, ...]]
+"""What to call for a launch, and its arguments after the stream: before and after what varies."""
+
+
+def _entry(compiled: Any, tail: tuple[Any, ...]) -> Entry:
+    """By direct.c where that serves, else by Triton's launcher; ``tail`` are the last arguments."""
+    return _own_entry(compiled, tail) or _triton_entry(compiled, tail)
+
+
+FIXED = {"i32": "i4x", "i64": "q", "fp32": "f4x", "fp64": "d"}
+"""Formats of `struct` for parameters of Triton's types, in 8 bytes each."""
+
+
+def _own_entry(compiled: Any, tail: tuple[Any, ...]) -> Entry | None:
+    """A `Launcher` of direct.c, which knows the tail; None where there can be none."""
+    launcher, metadata = compiled.run, compiled.metadata  # loads the module, too
+    native = load_native()
+    if (
+        not hasattr(native, "Launcher")  # no C, or no header of CUDA's
+        or type(launcher).__name__ != "CudaLauncher"
+        or metadata.num_ctas != 1
+        or metadata.launch_cooperative_grid
+        or metadata.global_scratch_size
+        or metadata.profile_scratch_size
+    ):
+        return None
+    kinds = tuple(compiled.src.signature.values())
+    first = len(kinds) - len(tail)
+    fixed = zip(kinds[first:], tail, strict=True)
+    words = [(FIXED.get(kind), value) for kind, value in fixed if kind != "constexpr"]
+    if any(code is None for code, _ in words):
+        return None
+    made = native.Launcher(
+        function=compiled.function,
+        threads=metadata.num_warps * 32,
+        shared=metadata.shared,
+        dependent=metadata.launch_pdl,
+        passed=bytes(kind != "constexpr" for kind in kinds[:first]),
+        fixed=b"".join(struct.pack(f"<{code}", value) for code, value in words),
     )
+    return made, (), ()
 
 
-def _entry(compiled: Any, release: str) -> tuple[Any, tuple[Any, ...]]:
-    """What to call for a launch, and its arguments between the stream and the kernel's own."""
+def _triton_entry(compiled: Any, tail: tuple[Any, ...]) -> Entry:
+    """Triton's launcher."""
+    from fusedops.kernels.launch import TRITON_RELEASE
+
     metadata = compiled.packed_metadata
     launcher = compiled.run  # loads the module, too
     hooks = (None, None, None)  # no metadata for hooks, and no hooks
     if (
-        release == "3.6"
+        TRITON_RELEASE == "3.6"
         and type(launcher).__name__ == "CudaLauncher"
         and launcher.global_scratch_size == launcher.profile_scratch_size == 0
     ):  # past the Python that would allocate the scratch memory
         options = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-        return launcher.launch, (compiled.function, *options, None, None, metadata, *hooks)
-    return launcher, (compiled.function, metadata, *hooks)
+        head = (compiled.function, *options, None, None, metadata, *hooks)
+        return launcher.launch, head, tail
+    return launcher, (compiled.function, metadata, *hooks), tail

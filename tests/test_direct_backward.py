@@ -60,8 +60,8 @@ class Interpreted:
         self.known[pointer] = tensor
         return pointer
 
-    def entry(self, kernel: Any, release: str) -> tuple[Any, tuple[Any, ...]]:
-        """As `direct._entry`: what to call for a launch, and the arguments after the stream."""
+    def entry(self, kernel: Any, tail: tuple[Any, ...]) -> direct.Entry:
+        """As `direct._entry`."""
 
         def call(x: int, y: int, z: int, stream: int, head: str, *arguments: Any) -> None:
             assert (z, stream, head) == (1, 7, "head")
@@ -69,7 +69,7 @@ class Interpreted:
             given = [self.at(a) if type(a) is int and a > 2**20 else a for a in arguments]
             kernel[x, y, z](*given)
 
-        return call, ("head",)
+        return call, ("head",), tail
 
 
 def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
