@@ -10,39 +10,37 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
+#include <dlfcn.h>
 #if __has_include(<cuda.h>)
 #include <cuda.h>
-#include <dlfcn.h>
 #endif
 
 // What a call asks torch for, given by configure().
 #define GLOBALS(X)                                                                             \
     X(is_grad_enabled) X(any_function_mode) X(function_modes) X(current_device)                \
-    X(current_stream) X(empty)                                                                 \
-    X(counters) X(forward_ad) X(data_ptr) X(is_contiguous) X(numel) X(get_device) X(slot)      \
-    X(global_hooks)                                                                            \
-    X(stream_type) X(call_type) X(block_type) X(handed_type) X(tensor_type) X(closed)          \
-    X(floats) X(is_cuda) X(dispatch_modes) X(transforms) X(jit_trace) X(any_autocast)          \
-    X(is_inference) X(saves_are_watched) X(drop_held) X(forget) X(leave_block) X(give_up)      \
-    X(is_capturing) X(take_back)                                                               \
-    X(add_in_python) X(torch_function_in_python) X(method_add) X(function_add)                 \
-    X(norm_function) X(norm_forward) X(norm_backward) X(sum_function) X(sum_forward)           \
-    X(norm_of_sum) X(norm_of_sum_forward) X(norm_of_sum_backward) X(apply_linked)              \
-    X(apply_sum) X(apply_norm_of_sum) X(keep) X(detach)
+    X(current_stream) X(empty) X(counters) X(forward_ad) X(slot) X(global_hooks)               \
+    X(stream_type) X(call_type) X(block_type) X(handed_type) X(ready_type) X(spec_type)        \
+    X(tensor_type) X(closed) X(floats) X(is_cuda) X(dispatch_modes) X(transforms)              \
+    X(jit_trace) X(any_autocast) X(is_inference) X(saves_are_watched) X(drop_held) X(forget)   \
+    X(leave_block) X(give_up) X(is_capturing) X(take_back) X(add_in_python)                    \
+    X(torch_function_in_python) X(method_add) X(function_add) X(norm_function)                 \
+    X(norm_forward) X(norm_backward) X(sum_function) X(sum_forward) X(norm_of_sum)             \
+    X(norm_of_sum_forward) X(norm_of_sum_backward) X(apply_linked) X(apply_sum)                \
+    X(apply_norm_of_sum) X(keep) X(detach)
 #define DECLARE(name) static PyObject *name;
 GLOBALS(DECLARE)
 
 // Interned strings.
 #define STRINGS(X)                                                                             \
-    X(shape) X(calls) X(launch_enter_hook) X(launch_exit_hook) X(_current_level) X(held)       \
-    X(__dict__) X(_fusedops_ready) X(_forward_pre_hooks) X(_forward_hooks) X(_backward_hooks)  \
-    X(_backward_pre_hooks) X(forward) X(_compiled_call_impl) X(_parameters) X(call)           \
-    X(add_call) X(eps) X(eps_name) X(weight) X(bias) X(_fusedops_norm) X(dtype) X(_version)    \
-    X(_global_backward_pre_hooks) X(_global_backward_hooks) X(_global_forward_pre_hooks)       \
-    X(_global_forward_hooks) X(_global_forward_hooks_always_called)                            \
-    X(_global_forward_hooks_with_kwargs) X(_fusedops_block) X(training) X(_modules)           \
-    X(kept) X(to_save) X(materialize_grads) X(non_differentiable) X(needs_input_grad)          \
-    X(saved_tensors) X(to) X(itemsize) X(_backward_cls) X(apply)
+    X(calls) X(launch_enter_hook) X(launch_exit_hook) X(_current_level) X(held) X(__dict__)    \
+    X(_fusedops_ready) X(_forward_pre_hooks) X(_forward_hooks) X(_backward_hooks)              \
+    X(_backward_pre_hooks) X(forward) X(_compiled_call_impl) X(_parameters) X(_fusedops_norm)  \
+    X(dtype) X(_version) X(_global_backward_pre_hooks) X(_global_backward_hooks)               \
+    X(_global_forward_pre_hooks) X(_global_forward_hooks)                                      \
+    X(_global_forward_hooks_always_called) X(_global_forward_hooks_with_kwargs)                \
+    X(_fusedops_block) X(training) X(_modules) X(kept) X(to_save) X(materialize_grads)         \
+    X(non_differentiable) X(needs_input_grad) X(saved_tensors) X(to) X(itemsize)               \
+    X(_backward_cls) X(apply)
 #define DECLARE_STRING(name) static PyObject *s_##name;
 STRINGS(DECLARE_STRING)
 
@@ -85,6 +83,113 @@ static int integer(PyObject *value, long long *result) {
     return *result == -1 && PyErr_Occurred() ? -1 : 1;
 }
 
+// --- tensors ------------------------------------------------------------------------------------
+//
+// Shapes, strides and pointers are read by the C interface that torch keeps for compiled models. It
+// takes the address of the at::Tensor that a Python object holds, which lies at the same place in
+// every one. A method called from C takes ten times as long, for it makes and reads objects.
+
+static Py_ssize_t place;  // of the at::Tensor, in bytes from the object's beginning
+static int (*torch_data_ptr)(void *, void **), (*torch_dim)(void *, int64_t *);
+static int (*torch_sizes)(void *, int64_t **), (*torch_strides)(void *, int64_t **);
+
+// The at::Tensor of an object; NULL with an exception where it is none.
+static void *tensor_in(PyObject *object) {
+    if (tensor_type != NULL && PyObject_TypeCheck(object, (PyTypeObject *)tensor_type))
+        return (char *)object + place;
+    PyErr_Format(PyExc_TypeError, "expected a tensor, got %R", Py_TYPE(object));
+    return NULL;
+}
+
+static int ask_torch(int failed) {
+    if (failed) PyErr_SetString(PyExc_RuntimeError, "torch cannot tell what a tensor is like");
+    return failed ? -1 : 0;
+}
+
+typedef struct {
+    int64_t dim, *sizes, *strides;
+} Layout;
+
+static int layout_of(PyObject *object, Layout *layout) {
+    void *tensor = tensor_in(object);
+    if (tensor == NULL) return -1;
+    return ask_torch(torch_dim(tensor, &layout->dim) || torch_sizes(tensor, &layout->sizes) ||
+                     torch_strides(tensor, &layout->strides));
+}
+
+static long long count(const Layout *layout) {
+    long long product = 1;
+    for (int64_t i = 0; i < layout->dim; i++) product *= layout->sizes[i];
+    return product;
+}
+
+static int is_contiguous(const Layout *layout) {
+    int64_t step = 1;
+    for (int64_t i = layout->dim - 1; i >= 0; i--) {
+        if (layout->sizes[i] != 1 && layout->strides[i] != step) return count(layout) == 0;
+        step *= layout->sizes[i];
+    }
+    return 1;
+}
+
+static int same_shape(const Layout *a, const Layout *b) {
+    return a->dim == b->dim && memcmp(a->sizes, b->sizes, a->dim * sizeof *a->sizes) == 0;
+}
+
+// A new tuple of the sizes, and one of a new tensor's strides; a contiguous one may have others
+// where a size is 1.
+static int new_layout(const Layout *layout, PyObject **shape, PyObject **strides) {
+    long long step = 1;
+    *shape = PyTuple_New(layout->dim);
+    *strides = PyTuple_New(layout->dim);
+    if (*shape == NULL || *strides == NULL) return -1;
+    for (int64_t i = layout->dim - 1; i >= 0; i--) {
+        PyTuple_SET_ITEM(*shape, i, PyLong_FromLongLong(layout->sizes[i]));
+        PyTuple_SET_ITEM(*strides, i, PyLong_FromLongLong(step));
+        step *= layout->sizes[i];
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+// The address of its first element as a new object.
+static PyObject *pointer_of(PyObject *object) {
+    void *tensor = tensor_in(object), *pointer;
+    if (tensor == NULL || ask_torch(torch_data_ptr(tensor, &pointer)) < 0) return NULL;
+    return PyLong_FromVoidPtr(pointer);
+}
+
+// Finds all that, by a tensor of two rows and three columns; an exception where it is not as here.
+static int find_tensors(PyObject *example) {
+    void *library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (library != NULL) {
+        torch_data_ptr = dlsym(library, "aoti_torch_get_data_ptr");
+        torch_dim = dlsym(library, "aoti_torch_get_dim");
+        torch_sizes = dlsym(library, "aoti_torch_get_sizes");
+        torch_strides = dlsym(library, "aoti_torch_get_strides");
+    }
+    PyObject *held = PyObject_GetAttrString(example, "_cdata"), *found = NULL;
+    PyObject *pointer = held == NULL ? NULL : PyObject_CallMethod(example, "data_ptr", NULL);
+    void *address = pointer == NULL ? NULL : PyLong_AsVoidPtr(held);
+    Py_ssize_t size = Py_TYPE(example)->tp_basicsize;
+    Layout layout;
+    place = sizeof(PyObject);
+    while (place < size && *(void **)((char *)example + place) != address) place += sizeof address;
+    if (address != NULL && place < size && torch_data_ptr && torch_dim &&
+        torch_sizes && torch_strides && layout_of(example, &layout) == 0 &&
+        layout.dim == 2 && layout.sizes[0] == 2 && layout.sizes[1] == 3 &&
+        layout.strides[0] == 3 && layout.strides[1] == 1)
+        found = pointer_of(example);
+    int answer = found == NULL ? 0 : PyObject_RichCompareBool(found, pointer, Py_EQ);
+    Py_XDECREF(held);
+    Py_XDECREF(pointer);
+    Py_XDECREF(found);
+    if (answer != 1 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_RuntimeError, "torch's tensors are not as direct.c knows them");
+    return answer == 1 ? 0 : -1;
+}
+
+// --- the forward --------------------------------------------------------------------------------
+
 // Whether a mode may want to see calls; `function_modes` is in Python, and asked where there is any.
 static int is_in_mode(void) {
     int answer = truth(call0(any_function_mode));
@@ -110,8 +215,9 @@ static int is_dual(void) {
     return PyLong_AsLong(level) >= 0;
 }
 
-// Whether plain eager execution goes on, in which a kernel may be launched on pointers.
-static int may_launch(Caller *self, PyObject *const *inputs) {
+// Whether plain eager execution goes on, in which a kernel may be launched on pointers; x is told
+// then what the first input is like.
+static int may_launch(Caller *self, PyObject *const *inputs, Layout *x) {
     PyObject *given[INPUTS];
     size_t n = 0;
     given[n++] = inputs[0];
@@ -133,29 +239,11 @@ static int may_launch(Caller *self, PyObject *const *inputs) {
     long long device;
     if (integer(call0(current_device), &device) < 0) return -1;
     if (device != self->device) return 0;
-    answer = is_object(call1(is_contiguous, inputs[0]), Py_True);
-    if (answer != 1 || !self->adds) return answer;
-    answer = is_object(call1(is_contiguous, inputs[1]), Py_True);
-    if (answer != 1) return answer;
-    PyObject *shape = PyObject_GetAttr(inputs[0], s_shape);
-    PyObject *other = PyObject_GetAttr(inputs[1], s_shape);
-    answer = shape && other ? PyObject_RichCompareBool(shape, other, Py_EQ) : -1;
-    Py_XDECREF(shape);
-    Py_XDECREF(other);
-    return answer;
-}
-
-// The strides of a new tensor of this shape; a contiguous x may have others where a size is 1.
-static PyObject *contiguous_strides(PyObject *shape) {
-    Py_ssize_t n = PyTuple_GET_SIZE(shape);
-    PyObject *strides = PyTuple_New(n);
-    long long step = 1;
-    for (Py_ssize_t i = n - 1; strides != NULL && i >= 0; i--) {
-        PyTuple_SET_ITEM(strides, i, PyLong_FromLongLong(step));
-        step *= PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i));
-        if (PyErr_Occurred()) Py_CLEAR(strides);
-    }
-    return strides;
+    Layout residual;
+    if (layout_of(inputs[0], x) < 0) return -1;
+    if (!is_contiguous(x) || !self->adds) return is_contiguous(x);
+    if (layout_of(inputs[1], &residual) < 0) return -1;
+    return is_contiguous(&residual) && same_shape(x, &residual);
 }
 
 // A new contiguous tensor, and its pointer.
@@ -163,7 +251,7 @@ static int allocate(PyObject *shape, PyObject *strides, PyObject *dtype, PyObjec
                     PyObject **pointer) {
     PyObject *arguments[] = {shape, strides, dtype};
     *tensor = PyObject_Vectorcall(empty, arguments, 3, NULL);
-    *pointer = *tensor == NULL ? NULL : call1(data_ptr, *tensor);
+    *pointer = *tensor == NULL ? NULL : pointer_of(*tensor);
     return *pointer == NULL ? -1 : 1;
 }
 
@@ -372,7 +460,8 @@ static PyTypeObject LauncherType = {
 static int launch_kernel(PyObject *launch, long long x, long long y, PyObject *stream,
                          PyObject *head, PyObject *const *varying, Py_ssize_t n, PyObject *tail) {
 #ifdef CUDA_VERSION
-    if (Py_IS_TYPE(launch, &LauncherType)) return start((Launcher *)launch, x, y, stream, varying, n);
+    if (Py_IS_TYPE(launch, &LauncherType))
+        return start((Launcher *)launch, x, y, stream, varying, n);
 #endif
     Py_ssize_t n_head = PyTuple_GET_SIZE(head), n_tail = PyTuple_GET_SIZE(tail), at = 0;
     PyObject *arguments = PyTuple_New(GRID_AND_STREAM + n_head + n + n_tail);
@@ -399,11 +488,13 @@ static PyObject *stream_of(Py_ssize_t device) {
     return stream;
 }
 
-// `allocate`, of a shape that is a new reference or NULL, and is taken.
-static int allocate_shape(PyObject *shape, PyObject *dtype, PyObject **tensor,
-                          PyObject **pointer) {
-    PyObject *strides = shape == NULL ? NULL : contiguous_strides(shape);
-    int answer = strides == NULL ? -1 : allocate(shape, strides, dtype, tensor, pointer);
+// `allocate`, of one dimension.
+static int allocate_vector(long long size, PyObject *dtype, PyObject **tensor,
+                           PyObject **pointer) {
+    int64_t sizes[] = {size};
+    PyObject *shape = NULL, *strides = NULL;
+    int answer = new_layout(&(Layout){1, sizes, NULL}, &shape, &strides);
+    if (answer == 0) answer = allocate(shape, strides, dtype, tensor, pointer);
     Py_XDECREF(shape);
     Py_XDECREF(strides);
     return answer;
@@ -421,21 +512,20 @@ static void drop(PyObject **objects, size_t n) {
 static int make_forward(Caller *self, PyObject *x, PyObject *const *pointers, PyObject *rows,
                         PyObject **made) {
     PyObject *made_ptr[MADE] = {NULL}, *stream = NULL, *shape = NULL, *strides = NULL;
-    PyObject *size = PyObject_GetAttr(x, s_shape);
     long long n_rows = PyLong_AsLongLong(rows);
+    Layout layout;
     int answer = -1;
     for (int i = 0; i < MADE; i++) made[i] = NULL;
-    if (size == NULL || (n_rows == -1 && PyErr_Occurred())) goto done;
-    shape = PyTuple_GetSlice(size, 0, PyTuple_GET_SIZE(size));  // a tuple, no subclass of it
-    strides = shape == NULL ? NULL : contiguous_strides(shape);
-    if (strides == NULL || allocate(shape, strides, self->y_dtype, &made[Y], &made_ptr[Y]) < 0)
+    if ((n_rows == -1 && PyErr_Occurred()) || layout_of(x, &layout) < 0 ||
+        new_layout(&layout, &shape, &strides) < 0 ||
+        allocate(shape, strides, self->y_dtype, &made[Y], &made_ptr[Y]) < 0)
         goto done;
     if (self->adds &&
         allocate(shape, strides, self->sum_dtype, &made[SUM], &made_ptr[SUM]) < 0)
         goto done;
     for (int i = MEAN_OF_ROW; self->statistics != Py_None && i < MADE; i++)
         if ((i == RSTD_OF_ROW || self->centered) &&
-            allocate_shape(PyTuple_Pack(1, rows), self->statistics, &made[i], &made_ptr[i]) < 0)
+            allocate_vector(n_rows, self->statistics, &made[i], &made_ptr[i]) < 0)
             goto done;
     for (int i = 0; i < MADE; i++) {
         if (made[i] != NULL) continue;
@@ -452,7 +542,6 @@ static int make_forward(Caller *self, PyObject *x, PyObject *const *pointers, Py
 done:
     if (answer < 0) drop(made, MADE);
     drop(made_ptr, MADE);
-    Py_XDECREF(size);
     Py_XDECREF(strides);
     Py_XDECREF(shape);
     Py_XDECREF(stream);
@@ -489,21 +578,20 @@ static PyObject *caller_vectorcall(PyObject *object, PyObject *const *inputs, si
         PyErr_SetString(PyExc_TypeError, "expected x, residual, weight and bias");
         return NULL;
     }
-    int answer = may_launch(self, inputs);
+    Layout x;
+    int answer = may_launch(self, inputs, &x);
     if (answer < 0) return NULL;
     if (answer == 0) Py_RETURN_NONE;
 
     int wanted[INPUTS] = {1, self->adds, self->has_weight, self->has_bias};
     PyObject *pointers[INPUTS] = {NULL, NULL, NULL, NULL}, *result = NULL, *rows = NULL;
     unsigned long long bits = 0;
-    long long n_rows;
+    long long n_rows = count(&x) / self->n_cols;
     for (int i = 0; i < INPUTS; i++) {
-        pointers[i] = wanted[i] ? call1(data_ptr, inputs[i]) : Py_NewRef(Py_None);
+        pointers[i] = wanted[i] ? pointer_of(inputs[i]) : Py_NewRef(Py_None);
         if (pointers[i] == NULL) goto done;
         if (wanted[i]) bits |= PyLong_AsUnsignedLongLongMask(pointers[i]);
     }
-    if (integer(call1(numel, inputs[0]), &n_rows) < 0) goto done;
-    n_rows /= self->n_cols;
     if (bits & MISALIGNED || n_rows <= 0 || n_rows > INT_MAX)
         result = Py_NewRef(Py_None);
     else if (self->train != Py_None)
@@ -581,7 +669,7 @@ static PyTypeObject CallerType = {
 
 // The places in a `Plan` of fusedops/direct_backward.py, and those of the tensors that a call reads.
 enum { MAIN_LAUNCH, MAIN_HEAD, MAIN_TAIL, BLOCK_ROWS, MOST_PROGRAMS, SUM_LAUNCH, SUM_HEAD, SUM_TAIL,
-       GRID_X, GRID_Y, HOOKS, KEPT, PLANNED };
+       GRID_X, GRID_Y, DEVICE, HOOKS, KEPT, PLANNED };
 enum { DY, DSUM, S, WEIGHT, MEAN, RSTD, READ };
 enum { SUMS_ALIGNED = 4 };  // elements of fp32, or fp64: 16 bytes
 
@@ -600,23 +688,21 @@ static int is_current(PyObject *number) {
 }
 
 // Whether these tensors, None for those that are missing, are as the plan's kernels expect them.
-static int may_launch_backward(PyObject *plan, PyObject *const *given, PyObject **device) {
+static int may_launch_backward(PyObject *plan, PyObject *const *given, long long *n_rows,
+                               long long *n_cols) {
     if (given[DY] == Py_None || given[S] == Py_None || given[RSTD] == Py_None) return 0;
-    *device = call1(get_device, given[S]);
-    int answer = is_current(*device);
+    int answer = is_current(PyTuple_GET_ITEM(plan, DEVICE));
     if (answer != 1) return answer;
-    PyObject *shape = PyObject_GetAttr(given[S], s_shape);
-    if (shape == NULL) answer = -1;
-    for (int i = DY; answer == 1 && i < READ; i++) {
+    Layout layouts[READ];
+    for (int i = DY; i < READ; i++) {
         if (given[i] == Py_None) continue;
-        answer = is_object(call1(is_contiguous, given[i]), Py_True);
-        if (answer != 1 || !(i == DY || i == DSUM)) continue;
-        PyObject *other = PyObject_GetAttr(given[i], s_shape);
-        answer = other == NULL ? -1 : PyObject_RichCompareBool(shape, other, Py_EQ);
-        Py_XDECREF(other);
+        if (layout_of(given[i], &layouts[i]) < 0) return -1;
+        if (!is_contiguous(&layouts[i])) return 0;
     }
-    Py_XDECREF(shape);
-    if (answer != 1) return answer;
+    if (!same_shape(&layouts[DY], &layouts[S])) return 0;
+    if (given[DSUM] != Py_None && !same_shape(&layouts[DSUM], &layouts[S])) return 0;
+    *n_rows = count(&layouts[RSTD]);
+    *n_cols = *n_rows == 0 ? 0 : count(&layouts[S]) / *n_rows;
     answer = is_watched(plan);
     return answer < 0 ? -1 : !answer;
 }
@@ -637,13 +723,11 @@ static int allocate_columns(PyObject *const *dtypes, PyObject *sums_dtype, long 
             sums_pointers[i] = Py_NewRef(Py_None);
         } else {
             wanted++;
-            PyObject *shape = Py_BuildValue("(L)", n_cols);
-            if (allocate_shape(shape, dtypes[i], &tensors[i], &pointers[i]) < 0) return -1;
+            if (allocate_vector(n_cols, dtypes[i], &tensors[i], &pointers[i]) < 0) return -1;
         }
     }
     if (wanted == 0) return 0;
-    PyObject *shape = Py_BuildValue("(L)", wanted * most);
-    if (allocate_shape(shape, sums_dtype, &tensors[SUMS], &pointers[SUMS]) < 0) return -1;
+    if (allocate_vector(wanted * most, sums_dtype, &tensors[SUMS], &pointers[SUMS]) < 0) return -1;
     if (integer(PyObject_GetAttr(sums_dtype, s_itemsize), &itemsize) < 0) return -1;
     unsigned long long next = PyLong_AsUnsignedLongLong(pointers[SUMS]);
     for (int i = DWEIGHT; i <= DBIAS; i++) {
@@ -656,12 +740,15 @@ static int allocate_columns(PyObject *const *dtypes, PyObject *sums_dtype, long 
 }
 
 static PyObject *new_like(PyObject *tensor, PyObject **pointer) {
-    PyObject *size = PyObject_GetAttr(tensor, s_shape), *dtype = PyObject_GetAttr(tensor, s_dtype);
-    PyObject *made = NULL;
-    if (size != NULL && dtype != NULL)
-        allocate_shape(PyTuple_GetSlice(size, 0, PyTuple_GET_SIZE(size)), dtype, &made, pointer);
-    Py_XDECREF(size);
+    PyObject *dtype = PyObject_GetAttr(tensor, s_dtype), *made = NULL;
+    PyObject *shape = NULL, *strides = NULL;
+    Layout layout;
+    if (dtype != NULL && layout_of(tensor, &layout) == 0 &&
+        new_layout(&layout, &shape, &strides) == 0)
+        allocate(shape, strides, dtype, &made, pointer);
     Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
     return made;
 }
 
@@ -673,15 +760,15 @@ enum { GRADIENTS = 3 };  // ds, dweight and dbias
 
 // Launches the plan's kernels and puts the gradients into `found`, None for those that are not
 // wanted. 0: these pointers or this number of rows they do not take.
-static int run_backward(PyObject *plan, PyObject *wanted, PyObject *const *given, PyObject *device,
-                        long long n_rows, long long n_cols, PyObject **found) {
+static int run_backward(PyObject *plan, PyObject *wanted, PyObject *const *given, long long n_rows,
+                        long long n_cols, PyObject **found) {
     PyObject *read[READ] = {NULL}, *columns[COLUMNS] = {NULL}, *pointers[COLUMNS] = {NULL};
     PyObject *sums[2] = {NULL}, *ds_ptr = NULL;
     PyObject *ds = NULL, *stream = NULL, *sums_dtype = NULL, *rows = NULL, *programs_object = NULL;
     unsigned long long bits = 0;
     int answer = -1;
     for (int i = 0; i < READ; i++) {
-        read[i] = given[i] == Py_None ? Py_NewRef(Py_None) : call1(data_ptr, given[i]);
+        read[i] = given[i] == Py_None ? Py_NewRef(Py_None) : pointer_of(given[i]);
         if (read[i] == NULL) goto done;
         if (given[i] != Py_None) bits |= PyLong_AsUnsignedLongLongMask(read[i]);
     }
@@ -693,7 +780,7 @@ static int run_backward(PyObject *plan, PyObject *wanted, PyObject *const *given
     long long programs = (n_rows + block_rows - 1) / block_rows;
     if (programs > most) programs = most;
     sums_dtype = PyObject_GetAttr(given[RSTD], s_dtype);
-    stream = call1(current_stream, device);
+    stream = call1(current_stream, PyTuple_GET_ITEM(plan, DEVICE));
     rows = PyLong_FromLongLong(n_rows);
     programs_object = PyLong_FromLongLong(programs);
     if (sums_dtype == NULL || stream == NULL || rows == NULL || programs_object == NULL) goto done;
@@ -749,15 +836,10 @@ static PyObject *launch_backward(PyObject *unused, PyObject *const *args, Py_ssi
         PyErr_SetString(PyExc_TypeError, "expected a plan, what is wanted, and six tensors");
         return NULL;
     }
-    PyObject *const *given = args + 2, *device = NULL, *found[GRADIENTS] = {NULL}, *result = NULL;
-    long long n_rows, n_elements;
-    int answer = may_launch_backward(args[0], given, &device);
-    if (answer == 1) answer = integer(call1(numel, given[RSTD]), &n_rows);
-    if (answer == 1) answer = integer(call1(numel, given[S]), &n_elements);
-    if (answer == 1)
-        answer = run_backward(args[0], args[1], given, device, n_rows,
-                              n_rows == 0 ? 0 : n_elements / n_rows, found);
-    Py_XDECREF(device);
+    PyObject *const *given = args + 2, *found[GRADIENTS] = {NULL}, *result = NULL;
+    long long n_rows, n_cols;
+    int answer = may_launch_backward(args[0], given, &n_rows, &n_cols);
+    if (answer == 1) answer = run_backward(args[0], args[1], given, n_rows, n_cols, found);
     if (answer == 0) Py_RETURN_NONE;
     if (answer == 1) result = PyTuple_Pack(GRADIENTS, found[0], found[1], found[2]);
     drop(found, GRADIENTS);
@@ -772,7 +854,7 @@ static PyObject *launch_backward(PyObject *unused, PyObject *const *args, Py_ssi
 
 // The places in a `Kept`, and in a `Fit` of fusedops/direct_backward.py.
 enum { KEPT_EPS, KEPT_SPEC, X_DTYPE, RESIDUAL_DTYPE, BIAS_DTYPE, FITS, ALL_KEPT };
-enum { CHECK, FITTING_PLAN, FITTING_WANTED, FITTING_DEVICE, FITTING_COLUMNS, FITTED };
+enum { CHECK, FITTING_PLAN, FITTING_WANTED, FITTING_COLUMNS, FITTED };
 enum { SAVED_S, SAVED_WEIGHT, SAVED_MEAN, SAVED_RSTD, SAVED };
 enum { ALL_FITS = 16 };  // a bit each for ds, dweight and dbias being wanted, and dsum given
 
@@ -918,19 +1000,19 @@ static int fits_backward(PyObject *fit, PyObject *const *given, long long n_cols
     if (answer == 1)
         answer = is_object(PyObject_Vectorcall(PyTuple_GET_ITEM(fit, CHECK), checked, n, NULL),
                            Py_True);
-    if (answer == 1) answer = is_current(PyTuple_GET_ITEM(fit, FITTING_DEVICE));
+    PyObject *plan = PyTuple_GET_ITEM(fit, FITTING_PLAN);
+    if (answer == 1) answer = is_current(PyTuple_GET_ITEM(plan, DEVICE));
     if (answer != 1) return answer;
     answer = is_dual();
-    if (answer == 0) answer = is_watched(PyTuple_GET_ITEM(fit, FITTING_PLAN));
+    if (answer == 0) answer = is_watched(plan);
     if (answer != 0) return answer < 0 ? -1 : 0;
-    if (integer(call1(numel, given[RSTD]), n_rows) < 0) return -1;
+    Layout layout;
+    if (layout_of(given[RSTD], &layout) < 0) return -1;
+    *n_rows = count(&layout);
     for (int i = DY; i <= S; i++) {
-        long long elements;
         if (given[i] == Py_None) continue;
-        answer = is_object(call1(is_contiguous, given[i]), Py_True);
-        if (answer == 1) answer = integer(call1(numel, given[i]), &elements);
-        if (answer != 1) return answer;
-        if (elements != *n_rows * n_cols) return 0;
+        if (layout_of(given[i], &layout) < 0) return -1;
+        if (!is_contiguous(&layout) || count(&layout) != *n_rows * n_cols) return 0;
     }
     return 1;
 }
@@ -951,8 +1033,8 @@ static int find_gradients(PyObject *kept, PyObject *saved, PyObject *dy, PyObjec
     int answer = fits_backward(fit, given, n_cols, &n_rows);
     if (answer == 1)
         answer = run_backward(PyTuple_GET_ITEM(fit, FITTING_PLAN),
-                              PyTuple_GET_ITEM(fit, FITTING_WANTED), given,
-                              PyTuple_GET_ITEM(fit, FITTING_DEVICE), n_rows, n_cols, found);
+                              PyTuple_GET_ITEM(fit, FITTING_WANTED), given, n_rows, n_cols,
+                              found);
     Py_DECREF(fit);
     return answer;
 }
@@ -1077,6 +1159,46 @@ static int take_over_functions(void) {
 
 // --- modules ------------------------------------------------------------------------------------
 
+// Where the attributes of Python's objects with __slots__ lie.
+#define SLOTS(X)                                                                               \
+    X(stream, _base) X(stream, _after) X(stream, _call) X(stream, _key) X(stream, _grad)       \
+    X(stream, _delta) X(stream, _delta_first) X(stream, _versions) X(stream, _reshaped)        \
+    X(call, state) X(call, watched) X(call, pending) X(block, writes) X(block, argument_keys)  \
+    X(block, wraps_norms) X(block, outer) X(block, obstacle) X(block, learned)                 \
+    X(block, handed) X(block, link) X(block, misses) X(block, min_elements) X(block, small)    \
+    X(block, members) X(block, calls) X(block, inside) X(block, across) X(handed, tensor)      \
+    X(handed, version) X(handed, y) X(handed, state) X(handed, norm_state) X(handed, spec)     \
+    X(handed, eps) X(handed, weight) X(handed, weight_version) X(handed, bias)                 \
+    X(handed, bias_version) X(handed, grad) X(handed, autocast) X(handed, after)               \
+    X(ready, call) X(ready, add_call) X(ready, eps) X(ready, eps_name) X(ready, weight)        \
+    X(ready, bias) X(spec, eps) X(spec, weight) X(spec, bias)
+#define DECLARE_OFFSET(kind, name) static Py_ssize_t offset_##kind##_##name;
+SLOTS(DECLARE_OFFSET)
+#define AT(kind, object, name) (*(PyObject **)((char *)(object) + offset_##kind##_##name))
+#define PUT(kind, object, name, value) Py_XSETREF(AT(kind, object, name), value)
+
+static int find_slot(PyObject *type, const char *name, Py_ssize_t *offset) {
+    PyObject *member = PyObject_GetAttrString(type, name);
+    if (member == NULL) return -1;
+    if (!Py_IS_TYPE(member, &PyMemberDescr_Type)) {
+        PyErr_Format(PyExc_TypeError, "%s: expected a slot", name);
+        Py_DECREF(member);
+        return -1;
+    }
+    *offset = ((PyMemberDescrObject *)member)->d_member->offset;
+    Py_DECREF(member);
+    return 0;
+}
+
+static int find_slots(void) {
+    PyObject *stream = stream_type, *call = call_type, *block = block_type, *handed = handed_type;
+    PyObject *ready = ready_type, *spec = spec_type;
+#define FIND(kind, name)                                                                       \
+    if (find_slot(kind, #name, &offset_##kind##_##name) < 0) return -1;
+    SLOTS(FIND)
+    return 0;
+}
+
 // Whether a dictionary of this name in another has anything in it, or is not there.
 static int has_any(PyObject *dict, PyObject *name) {
     PyObject *found = PyDict_GetItemWithError(dict, name);
@@ -1112,43 +1234,33 @@ static int is_hooked(PyObject *state) {
     return any_global_hook();
 }
 
-// A parameter by the name that an attribute of `ready` holds, None where the name is None.
+// A parameter by its name, None where the name is None.
 // A borrowed reference; NULL without an exception where there is no such parameter.
-static PyObject *parameter(PyObject *parameters, PyObject *ready, PyObject *attribute) {
-    PyObject *name = PyObject_GetAttr(ready, attribute);
-    if (name == NULL) return NULL;
-    PyObject *found = name == Py_None ? Py_None : PyDict_GetItemWithError(parameters, name);
-    Py_DECREF(name);
-    return found;
+static PyObject *parameter(PyObject *parameters, PyObject *name) {
+    return name == Py_None ? Py_None : PyDict_GetItemWithError(parameters, name);
 }
 
 // (y, summed) of a module with this __dict__, where a call like it was in order before; or None.
 static PyObject *call_ready(PyObject *state, PyObject *x, PyObject *residual) {
-    PyObject *ready = PyDict_GetItemWithError(state, s__fusedops_ready);
-    if (ready == NULL || ready == Py_None) return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-    Py_INCREF(ready);
-    PyObject *result = NULL, *weight = NULL, *bias = NULL;
-    PyObject *call = PyObject_GetAttr(ready, residual == Py_None ? s_call : s_add_call);
-    PyObject *eps = PyObject_GetAttr(ready, s_eps);
-    PyObject *eps_name = PyObject_GetAttr(ready, s_eps_name);
+    PyObject *ready = PyDict_GetItemWithError(state, s__fusedops_ready), *result = NULL;
+    if (ready == NULL && PyErr_Occurred()) return NULL;
+    if (ready == NULL || !Py_IS_TYPE(ready, (PyTypeObject *)ready_type)) Py_RETURN_NONE;
+    PyObject *call = residual == Py_None ? AT(ready, ready, call) : AT(ready, ready, add_call);
     PyObject *parameters = PyDict_GetItemWithError(state, s__parameters);
-    if (call == NULL || eps == NULL || eps_name == NULL) goto done;
-    if (call == Py_None || parameters == NULL || !PyDict_Check(parameters)) goto done;
-    if (PyDict_GetItemWithError(state, eps_name) != eps) goto done;
-    weight = parameter(parameters, ready, s_weight);
-    bias = weight == NULL ? NULL : parameter(parameters, ready, s_bias);
-    if (bias == NULL) goto done;
-    PyObject *arguments[] = {x, residual, Py_NewRef(weight), Py_NewRef(bias)};
-    result = PyObject_Vectorcall(call, arguments, INPUTS, NULL);
-    Py_DECREF(weight);
-    Py_DECREF(bias);
-done:
-    if (result == NULL && !PyErr_Occurred()) result = Py_NewRef(Py_None);
-    Py_DECREF(ready);
-    Py_XDECREF(call);
-    Py_XDECREF(eps);
-    Py_XDECREF(eps_name);
-    return result;
+    if (call != Py_None && parameters != NULL && PyDict_Check(parameters) &&
+        PyDict_GetItemWithError(state, AT(ready, ready, eps_name)) == AT(ready, ready, eps)) {
+        PyObject *weight = parameter(parameters, AT(ready, ready, weight));
+        PyObject *bias = weight == NULL ? NULL : parameter(parameters, AT(ready, ready, bias));
+        if (bias != NULL) {
+            PyObject *arguments[] = {x, residual, Py_NewRef(weight), Py_NewRef(bias)};
+            Py_INCREF(call);
+            result = PyObject_Vectorcall(call, arguments, INPUTS, NULL);
+            Py_DECREF(call);
+            Py_DECREF(weight);
+            Py_DECREF(bias);
+        }
+    }
+    return result == NULL && !PyErr_Occurred() ? Py_NewRef(Py_None) : result;
 }
 
 static PyObject *state_of(PyObject *module) {
@@ -1188,45 +1300,6 @@ static PyObject *module_is_hooked(PyObject *unused, PyObject *module) {
 // nearly every call: nobody watches, no hooks, one stream, adds that a ready norm reads, and a sum
 // handed over to the next norm. Where anything is otherwise nothing has been done yet, and Python
 // does it all.
-
-// Where the attributes of Python's objects with __slots__ lie.
-#define SLOTS(X)                                                                               \
-    X(stream, _base) X(stream, _after) X(stream, _call) X(stream, _key) X(stream, _grad) X(stream, _delta)       \
-    X(stream, _delta_first) X(stream, _versions) X(stream, _reshaped)                          \
-    X(call, state) X(call, watched) X(call, pending)                                           \
-    X(block, writes) X(block, argument_keys) X(block, wraps_norms) X(block, outer)             \
-    X(block, obstacle) X(block, learned) X(block, handed) X(block, link) X(block, misses)      \
-    X(block, min_elements) X(block, small) X(block, members)                                   \
-    X(block, calls) X(block, inside) X(block, across)                                          \
-    X(handed, tensor) X(handed, version) X(handed, y) X(handed, state) X(handed, norm_state)   \
-    X(handed, spec) X(handed, eps) X(handed, weight) X(handed, weight_version)                 \
-    X(handed, bias) X(handed, bias_version) X(handed, grad) X(handed, autocast)                \
-    X(handed, after)
-#define DECLARE_OFFSET(kind, name) static Py_ssize_t offset_##kind##_##name;
-SLOTS(DECLARE_OFFSET)
-#define AT(kind, object, name) (*(PyObject **)((char *)(object) + offset_##kind##_##name))
-#define PUT(kind, object, name, value) Py_XSETREF(AT(kind, object, name), value)
-
-static int find_slot(PyObject *type, const char *name, Py_ssize_t *offset) {
-    PyObject *member = PyObject_GetAttrString(type, name);
-    if (member == NULL) return -1;
-    if (!Py_IS_TYPE(member, &PyMemberDescr_Type)) {
-        PyErr_Format(PyExc_TypeError, "%s: expected a slot", name);
-        Py_DECREF(member);
-        return -1;
-    }
-    *offset = ((PyMemberDescrObject *)member)->d_member->offset;
-    Py_DECREF(member);
-    return 0;
-}
-
-static int find_slots(void) {
-    PyObject *stream = stream_type, *call = call_type, *block = block_type, *handed = handed_type;
-#define FIND(kind, name)                                                                       \
-    if (find_slot(kind, #name, &offset_##kind##_##name) < 0) return -1;
-    SLOTS(FIND)
-    return 0;
-}
 
 static PyObject *new_object(PyObject *type) {
     return ((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
@@ -1282,9 +1355,9 @@ static PyObject *put_off(PyObject *stream, PyObject *other, PyObject *other_firs
     if (AT(call, call, pending) != Py_None || AT(call, call, state) == closed ||
         AT(stream, stream, _reshaped) != Py_None || !Py_IS_TYPE(other, (PyTypeObject *)tensor_type))
         return NULL;
-    int answer = same(base, other, s_shape);
-    if (answer == 1) answer = same(base, other, s_dtype);
-    if (answer != 1) return NULL;
+    Layout layouts[2];
+    if (layout_of(base, &layouts[0]) < 0 || layout_of(other, &layouts[1]) < 0) return NULL;
+    if (!same_shape(&layouts[0], &layouts[1]) || same(base, other, s_dtype) != 1) return NULL;
     PyObject *version = PyObject_GetAttr(base, s__version), *result = NULL;
     PyObject *other_version = version == NULL ? NULL : PyObject_GetAttr(other, s__version);
     if (other_version == NULL) {
@@ -1373,14 +1446,11 @@ static int fits(PyObject *handed, PyObject *norm_state, PyObject *x) {
     PyObject *parameters = PyDict_GetItemWithError(norm_state, s__parameters);
     if (parameters == NULL || !PyDict_Check(parameters)) return PyErr_Occurred() ? -1 : 0;
     if (PyDict_GetItemWithError(norm_state, s__fusedops_norm) != spec) return 0;
-    PyObject *eps_name = PyObject_GetAttr(spec, s_eps);
-    if (eps_name == NULL) return -1;
-    PyObject *eps = PyDict_GetItemWithError(norm_state, eps_name);
-    Py_DECREF(eps_name);
+    PyObject *eps = PyDict_GetItemWithError(norm_state, AT(spec, spec, eps));
     if (eps == NULL && PyErr_Occurred()) return -1;
     if (eps != AT(handed, handed, eps)) return 0;
-    PyObject *weight = parameter(parameters, spec, s_weight);
-    PyObject *bias = weight == NULL ? NULL : parameter(parameters, spec, s_bias);
+    PyObject *weight = parameter(parameters, AT(spec, spec, weight));
+    PyObject *bias = weight == NULL ? NULL : parameter(parameters, AT(spec, spec, bias));
     if (bias == NULL) return PyErr_Occurred() ? -1 : 0;
     if (weight != AT(handed, handed, weight) || bias != AT(handed, handed, bias)) return 0;
     if (weight != Py_None) answer = has_version(weight, AT(handed, handed, weight_version));
@@ -1486,15 +1556,13 @@ static PyObject *new_handed(PyObject *stream, PyObject *y, PyObject *norm_state)
     GIVE(grad, Py_NewRef(AT(stream, stream, _grad)));
     GIVE(autocast, Py_NewRef(Py_None));
     GIVE(spec, Py_XNewRef(PyDict_GetItemWithError(norm_state, s__fusedops_norm)));
-    PyObject *spec = AT(handed, handed, spec), *eps_name = PyObject_GetAttr(spec, s_eps);
-    if (eps_name == NULL) goto failed;
-    found = Py_XNewRef(PyDict_GetItemWithError(norm_state, eps_name));
-    Py_DECREF(eps_name);
-    GIVE(eps, found);
+    PyObject *spec = AT(handed, handed, spec);
+    if (!Py_IS_TYPE(spec, (PyTypeObject *)spec_type)) goto failed;
+    GIVE(eps, Py_XNewRef(PyDict_GetItemWithError(norm_state, AT(spec, spec, eps))));
     PyObject *parameters = PyDict_GetItemWithError(norm_state, s__parameters);
     if (parameters == NULL || !PyDict_Check(parameters)) goto failed;
-    GIVE(weight, Py_XNewRef(parameter(parameters, spec, s_weight)));
-    GIVE(bias, Py_XNewRef(parameter(parameters, spec, s_bias)));
+    GIVE(weight, Py_XNewRef(parameter(parameters, AT(spec, spec, weight))));
+    GIVE(bias, Py_XNewRef(parameter(parameters, AT(spec, spec, bias))));
     GIVE(weight_version, version_of(AT(handed, handed, weight)));
     GIVE(bias_version, version_of(AT(handed, handed, bias)));
     return handed;
@@ -1588,10 +1656,11 @@ static PyObject *leave_in_c(PyObject *block, PyObject *call, PyObject *output) {
 
 // Whether the stream's cost on the CPU is not worth it: see MIN_ELEMENTS in integrations/stream.py.
 static int is_small(PyObject *state, PyObject *x) {
-    long long elements, least = PyLong_AsLongLong(AT(block, state, min_elements));
+    long long least = PyLong_AsLongLong(AT(block, state, min_elements));
+    Layout layout;
     if (least <= 0 || !Py_IS_TYPE(x, (PyTypeObject *)tensor_type)) return 0;
-    if (integer(call1(numel, x), &elements) < 0) return -1;
-    if (elements >= least) return 0;
+    if (layout_of(x, &layout) < 0) return -1;
+    if (count(&layout) >= least) return 0;
     int answer = truth(call1(is_cuda, x));
     if (answer == 1) answer = is_object(call0(is_capturing), Py_False);
     return answer;
@@ -1799,11 +1868,14 @@ static PyObject *configure(PyObject *unused, PyObject *args, PyObject *kwargs) {
 #define NAME(name) #name,
 #define ADDRESS(name) &name,
     static const char *const names[] = {GLOBALS(NAME)};
-    PyObject **const addresses[] = {GLOBALS(ADDRESS)};
+    PyObject **const addresses[] = {GLOBALS(ADDRESS)}, *example;
     for (size_t i = 0; kwargs != NULL && i < sizeof names / sizeof *names; i++) {
         PyObject *value = PyDict_GetItemString(kwargs, names[i]);
         if (value != NULL) Py_XSETREF(*addresses[i], Py_NewRef(value));
     }
+    if (kwargs != NULL && (example = PyDict_GetItemString(kwargs, "example")) != NULL &&
+        find_tensors(example) < 0)
+        return NULL;
     if (kwargs != NULL && PyDict_GetItemString(kwargs, "stream_type") &&
         (find_slots() < 0 || take_over_methods() < 0))
         return NULL;

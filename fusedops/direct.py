@@ -230,11 +230,9 @@ asked: dict[str, Any] = {
     "empty": _empty,
     "counters": _counters,
     "forward_ad": vars(_forward_ad),
-    "data_ptr": Tensor.data_ptr,
-    "is_contiguous": Tensor.is_contiguous,
-    "numel": Tensor.numel,
-    "get_device": Tensor.get_device,
     "detach": Tensor.detach,
+    "tensor_type": Tensor,
+    "example": torch.empty(2, 3, device="cpu"),
 }
 """What the C asks and calls, by name."""
 
@@ -265,8 +263,8 @@ def load_native() -> Any:
                 source, "fusedops_direct", include_dirs=[str(headers)]
             )
             native.configure(**asked)
-    except Exception as error:  # no compiler, no headers, a Triton that builds otherwise
-        dispatch.log_once(f"calls are launched by Python: direct.c cannot be compiled ({error})")
+    except Exception as error:  # no compiler, no headers, a Triton or a torch that is otherwise
+        dispatch.log_once(f"calls are launched by Python: direct.c cannot be used ({error})")
         return None
     globals().update({name: getattr(native, name) for name in EXPORTED})
     return native

@@ -54,6 +54,7 @@ class Plan(NamedTuple):
     sum_tail: tuple[Any, ...]
     sum_grid_x: int
     sum_grid_y: int
+    device: int
     hooks: Any  # Triton's settings, where a profiler would hook itself in
     kept: tuple[Any, ...]  # compiled kernels: their destructors unload the modules
 
@@ -64,7 +65,6 @@ class Fit(NamedTuple):
     check: Any  # of s, dy, dsum, weight, mean and rstd, as far as there are
     plan: Plan
     wanted: Wanted
-    device: int
     n_cols: int
 
 
@@ -130,7 +130,7 @@ def _fit(
         return [tensor for tensor in tensors if tensor is not None]
 
     check = direct.guard(given(s, dy, dsum), given(weight), given(mean, rstd))
-    return Fit(check, plan, wanted, s.get_device(), s.shape[-1])
+    return Fit(check, plan, wanted, s.shape[-1])
 
 
 def launch_backward(
@@ -144,7 +144,7 @@ def launch_backward(
     rstd: Tensor,
 ) -> Gradients | None:
     """The gradients, by the plan's kernels; None where they do not fit. Once more in direct.c."""
-    device, shape, hooks = s.get_device(), s.shape, plan.hooks
+    device, shape, hooks = plan.device, s.shape, plan.hooks
     if (
         device != direct._current_device()
         or not (s.is_contiguous() and dy.is_contiguous())
@@ -242,11 +242,11 @@ def _plan(dy: Tensor, dsum: Tensor | None, saved: Saved, wanted: Wanted) -> Plan
         return None  # each call of the others needs memory of its own, or more launches
     main = direct.compile_call(prepared.calls[0], "n_rows")
     start = (main.launch, main.head, main.tail, main.block_rows, prepared.most_programs)
-    hooks = triton.knobs.runtime
+    end = (s.get_device(), triton.knobs.runtime)
     direct.load_native()
     if prepared.reduction is None:
-        return Plan(*start, None, (), (), 0, 0, hooks, (main.compiled,))
+        return Plan(*start, None, (), (), 0, 0, *end, (main.compiled,))
     sums = direct.compile_call(prepared.reduction, "n_partials")
     grid_x, grid_y = prepared.reduction.grid
     kept = (main.compiled, sums.compiled)
-    return Plan(*start, sums.launch, sums.head, sums.tail, grid_x, grid_y, hooks, kept)
+    return Plan(*start, sums.launch, sums.head, sums.tail, grid_x, grid_y, *end, kept)

@@ -15,6 +15,7 @@ __all__ = [
     "READY",
     "SPEC",
     "Operands",
+    "Ready",
     "force_operators",
     "operators_serve",
     "read_operands",

@@ -54,7 +54,7 @@ class UnrecognisedNorm(ValueError):
     """The module computes none of this library's norms; the message says what was found."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class NormSpec:
     """What a norm module was proven to compute.
 

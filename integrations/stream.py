@@ -37,6 +37,7 @@ from fusedops import direct, dispatch
 from fusedops.integrations.norms import (
     READY,
     SPEC,
+    Ready,
     operators_serve,
     read_operands,
     ready_norm,
@@ -1124,10 +1125,11 @@ direct.ask(
     leave_block=_leave_block,
     method_add=_METHOD_ADD,
     saves_are_watched=_saves_are_watched,
+    ready_type=Ready,
     slot=_slot,
+    spec_type=NormSpec,
     stream_type=ResidualStream,
     take_back=_take_back,
-    tensor_type=Tensor,
     torch_function_in_python=ResidualStream.__torch_function__,
     transforms=_transforms,
 )

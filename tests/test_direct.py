@@ -260,7 +260,7 @@ def backward_plan(native: Any, monkeypatch: pytest.MonkeyPatch) -> direct_backwa
             return plan
 
     parts = (Launch(), ("head",), ("tail",), 4, 2)
-    plan = direct_backward.Plan(*parts, *parts[:3], 1, 1, Hooks(), ())
+    plan = direct_backward.Plan(*parts, *parts[:3], 1, 1, -1, Hooks(), ())
     monkeypatch.setattr(direct_backward, "_plans", Every())
     used = None if direct.load_native() is None else native.launch_backward
     monkeypatch.setattr(direct, "launch_backward", used)
@@ -425,12 +425,12 @@ def test_a_tensor_given_twice_leaves_no_plan(plannable: None) -> None:
     assert direct.find(("add_layer_norm",), *given) is not None  # type: ignore[arg-type]
 
 
-class Ready:
-    """As `norms.Ready`."""
-
-    def __init__(self, call: Any, add_call: Any, eps: Any) -> None:
-        self.call, self.add_call, self.eps, self.eps_name = call, add_call, eps, "eps"
-        self.weight, self.bias = "weight", "bias"
+def ready(norm: nn.Module, call: Any) -> norms.Ready:
+    """As left by calls that were launched by ``call``."""
+    operands = norms.Operands(vars(norm)[norms.SPEC], None, None, norm.eps, None)
+    made = norms.Ready(operands)
+    made.call = made.add_call = call
+    return made
 
 
 def test_patched_norms_are_called_from_c(native: Any) -> None:
@@ -448,7 +448,7 @@ def test_patched_norms_are_called_from_c(native: Any) -> None:
     assert native.call_module(norm, type(norm), (x,), {}) is None
     state[norms.READY] = None
     assert native.call_module(norm, type(norm), (x,), {}) is None
-    state[norms.READY] = Ready(record, record, norm.eps)
+    state[norms.READY] = ready(norm, record)
     python = (stream.call_unhooked, norms.ready_norm)
 
     def in_c(module: nn.Module, x: Tensor) -> Any:
@@ -520,6 +520,27 @@ assert direct.is_hooked(norm)
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root, env=environment)
 
 
+def test_tensors_are_found_where_torch_has_them(
+    native: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else direct.c would read memory that is something else: it is not used then."""
+    for wrong in (torch.empty(3, 3), torch.empty(3, 2).t(), torch.empty(6)):
+        with pytest.raises(RuntimeError, match="not as direct.c knows them"):
+            native.configure(tensor_type=Tensor, example=wrong)
+    with pytest.raises(AttributeError):
+        native.configure(tensor_type=Tensor, example=object())
+    native.configure(**direct.asked)
+    monkeypatch.setitem(direct.asked, "example", torch.empty(3, 3))
+    monkeypatch.setattr(dispatch, "_logged", set())
+    direct.load_native.cache_clear()
+    try:
+        with caplog.at_level("INFO", logger="fusedops"):
+            assert direct.load_native() is None
+        assert "not as direct.c knows them" in caplog.text
+    finally:
+        direct.load_native.cache_clear()
+
+
 def test_without_a_compiler_python_launches(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -535,7 +556,7 @@ def test_without_a_compiler_python_launches(
     try:
         with caplog.at_level("INFO", logger="fusedops"):
             assert direct.load_native() is None
-        assert "direct.c cannot be compiled (no compiler here)" in caplog.text
+        assert "direct.c cannot be used (no compiler here)" in caplog.text
         assert direct.call_module is None
     finally:
         direct.load_native.cache_clear()

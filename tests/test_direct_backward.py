@@ -4,10 +4,11 @@
 That the compiled kernels are launched right is what the GPU tests of test_cases.py show.
 """
 
+import ctypes
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,14 +30,22 @@ pytestmark = [
 ]
 
 
-_data_ptr = Tensor.data_ptr
+class Warm(NamedTuple):
+    """Stands for a compiled kernel."""
+
+    kernel: Any
+    dtypes: tuple[Any, ...]  # of the arguments that are pointers
+
+
+def memory_at(pointer: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of more elements than a kernel will touch."""
+    return torch.frombuffer((ctypes.c_char * 2**20).from_address(pointer), dtype=dtype)
 
 
 class Interpreted:
-    """Launches by pointers; the interpreter is handed the tensors that they point to."""
+    """Launches by pointers; the interpreter is handed tensors of the memory that they point to."""
 
     def __init__(self) -> None:
-        self.known: dict[int, Tensor] = {}
         self.made: list[str] = []
 
     def empty(self, *arguments: Any) -> Tensor:
@@ -44,29 +53,17 @@ class Interpreted:
         tensor: Tensor = torch.empty_strided(*arguments[:2], dtype=arguments[2])
         return tensor.fill_(torch.nan)
 
-    def at(self, pointer: int) -> Tensor:
-        """The tensor of this pointer, or the rest of one that it points into."""
-        if pointer in self.known:
-            return self.known[pointer]
-        for tensor in reversed(self.known.values()):
-            start, end = divmod(pointer - _data_ptr(tensor), tensor.element_size())
-            if 0 < start < tensor.numel() and end == 0:
-                return tensor.view(-1)[start:]
-        raise KeyError(pointer)
-
-    def data_ptr(self, tensor: Tensor) -> int:
-        """As `Tensor.data_ptr`; a tensor is known once its pointer has been asked for."""
-        pointer = _data_ptr(tensor)
-        self.known[pointer] = tensor
-        return pointer
-
-    def entry(self, kernel: Any, tail: tuple[Any, ...]) -> direct.Entry:
+    def entry(self, compiled: Warm, tail: tuple[Any, ...]) -> direct.Entry:
         """As `direct._entry`."""
+        kernel = compiled.kernel
 
         def call(x: int, y: int, z: int, stream: int, head: str, *arguments: Any) -> None:
             assert (z, stream, head) == (1, 7, "head")
             self.made.append(kernel.fn.__name__)
-            given = [self.at(a) if type(a) is int and a > 2**20 else a for a in arguments]
+            given = list(arguments)
+            for place, dtype in enumerate(compiled.dtypes):
+                if isinstance(dtype, torch.dtype):
+                    given[place] = memory_at(given[place], dtype)
             kernel[x, y, z](*given)
 
         return call, ("head",), tail
@@ -92,11 +89,10 @@ def interpreted(
         pytest.skip("direct.c cannot be compiled here")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     monkeypatch.setattr(
-        interpreter.InterpretedFunction, "warmup", lambda kernel, *a, **b: kernel, raising=False
+        interpreter.InterpretedFunction, "warmup", lambda k, *a, **_: Warm(k, a), raising=False
     )
     monkeypatch.setattr(direct, "_entry", stand_in.entry)
     monkeypatch.setattr(direct, "_empty", stand_in.empty)
-    monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: stand_in.data_ptr(tensor))
     monkeypatch.setattr(direct, "_current_device", torch.zeros(1).get_device)
     monkeypatch.setattr(direct, "_current_stream", lambda device: 7)
     monkeypatch.setattr(direct, "is_launched_as_tested", lambda: True)
@@ -107,11 +103,7 @@ def interpreted(
     monkeypatch.setattr(direct, "_kernels", {})
     if function is not None:
         replaced = ("current_device", "current_stream", "empty")
-        native.configure(
-            **direct.asked
-            | {name: getattr(direct, f"_{name}") for name in replaced}
-            | {"data_ptr": stand_in.data_ptr}
-        )
+        native.configure(**direct.asked | {name: getattr(direct, f"_{name}") for name in replaced})
     else:
         monkeypatch.setattr(direct, "load_native", lambda: None)
         if native is not None:
@@ -260,7 +252,7 @@ def plannable(interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
     monkeypatch.setattr(direct, "_current_device", lambda: 0)
     if direct.launch_backward is not None:
-        direct.load_native().configure(current_device=lambda: 0, get_device=lambda _: 0)
+        direct.load_native().configure(current_device=lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
@@ -342,7 +334,6 @@ def test_errors_come_through_and_nothing_leaks(interpreted: Interpreted) -> None
                 launch_backward(plan._replace(**{broken: refuse}), wanted, *given)
 
     def counts() -> list[int]:
-        interpreted.known = {t.data_ptr(): t for t in tensors}  # and no results any more
         return [sys.getrefcount(one) for one in watched]
 
     calls()
