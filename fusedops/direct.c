@@ -17,16 +17,16 @@
 
 // What a call asks torch for, given by configure().
 #define GLOBALS(X)                                                                             \
-    X(is_grad_enabled) X(any_function_mode) X(function_modes) X(current_device)                \
-    X(current_stream) X(empty) X(counters) X(forward_ad) X(slot) X(global_hooks)               \
-    X(stream_type) X(call_type) X(block_type) X(handed_type) X(ready_type) X(spec_type)        \
-    X(tensor_type) X(closed) X(floats) X(is_cuda) X(dispatch_modes) X(transforms)              \
-    X(jit_trace) X(any_autocast) X(is_inference) X(saves_are_watched) X(drop_held) X(forget)   \
-    X(leave_block) X(give_up) X(is_capturing) X(take_back) X(add_in_python)                    \
-    X(torch_function_in_python) X(method_add) X(function_add) X(norm_function)                 \
-    X(norm_forward) X(norm_backward) X(sum_function) X(sum_forward) X(norm_of_sum)             \
-    X(norm_of_sum_forward) X(norm_of_sum_backward) X(apply_linked) X(apply_sum)                \
-    X(apply_norm_of_sum) X(keep) X(detach)
+    X(is_grad_enabled) X(autocast_dtype) X(any_function_mode) X(function_modes)                \
+    X(current_device) X(current_stream) X(empty) X(counters) X(forward_ad) X(slot)             \
+    X(global_hooks) X(stream_type) X(call_type) X(block_type) X(handed_type) X(ready_type)     \
+    X(spec_type) X(tensor_type) X(closed) X(floats) X(is_cuda) X(dispatch_modes)               \
+    X(transforms) X(jit_trace) X(any_autocast) X(is_inference) X(saves_are_watched)            \
+    X(drop_held) X(forget) X(leave_block) X(give_up) X(is_capturing) X(take_back)              \
+    X(add_in_python) X(torch_function_in_python) X(method_add) X(function_add)                 \
+    X(norm_function) X(norm_forward) X(norm_backward) X(sum_function) X(sum_forward)           \
+    X(norm_of_sum) X(norm_of_sum_forward) X(norm_of_sum_backward) X(apply_linked)              \
+    X(apply_sum) X(apply_norm_of_sum) X(keep) X(detach)
 #define DECLARE(name) static PyObject *name;
 GLOBALS(DECLARE)
 
@@ -46,11 +46,17 @@ STRINGS(DECLARE_STRING)
 
 enum { INPUTS = 4, GRID_AND_STREAM = 4, MISALIGNED = 15 };
 
+// What a `Caller` owns, given when it is made.
+#define OWNED(X)                                                                               \
+    X(check) X(grad) X(train) X(autocast) X(hooks) X(launch) X(head) X(tail) X(y_dtype)        \
+    X(sum_dtype) X(statistics) X(eps) X(spec) X(plan)
+#define FIELD(name) PyObject *name;
+
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *check, *grad, *train, *hooks, *launch, *head, *tail, *y_dtype, *sum_dtype,
-        *statistics, *eps, *spec, *plan, *kept;
+    OWNED(FIELD)
+    PyObject *kept;
     Py_ssize_t n_cols, block_rows, device;
     int adds, has_weight, has_bias, centered;
 } Caller;
@@ -227,6 +233,9 @@ static int may_launch(Caller *self, PyObject *const *inputs, Layout *x) {
     int answer = is_object(PyObject_Vectorcall(self->check, given, n, NULL), Py_True);
     if (answer != 1) return answer;
     answer = is_object(call0(is_grad_enabled), self->grad);
+    if (answer == 1 && self->autocast != Py_None)
+        answer = is_object(call1(autocast_dtype, PyTuple_GET_ITEM(self->autocast, 0)),
+                           PyTuple_GET_ITEM(self->autocast, 1));
     if (answer != 1) return answer;
     if (PyList_GET_SIZE(counters) > 0) return 0;
     answer = is_dual();
@@ -605,45 +614,39 @@ done:
 }
 
 static PyObject *caller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"check",  "grad",       "train",     "hooks",      "launch",
-                            "head",   "tail",       "y_dtype",   "sum_dtype",  "statistics",
-                            "eps",    "spec",       "plan",      "n_cols",     "block_rows",
-                            "device", "has_weight", "has_bias",  "centered",   NULL};
+    static char *names[] = {"check",    "grad",      "train",      "autocast", "hooks",
+                            "launch",   "head",      "tail",       "y_dtype",  "sum_dtype",
+                            "statistics", "eps",     "spec",       "plan",     "n_cols",
+                            "block_rows", "device",  "has_weight", "has_bias", "centered", NULL};
     if (!PyList_Check(counters) || !PyDict_Check(forward_ad)) {
         PyErr_SetString(PyExc_TypeError, "expected a list of counters and forward_ad's dict");
         return NULL;
     }
     Caller *self = (Caller *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOO!O!OOOOOOnnnppp", names, &self->check,
-                                     &self->grad, &self->train, &self->hooks, &self->launch,
-                                     &PyTuple_Type, &self->head, &PyTuple_Type, &self->tail,
-                                     &self->y_dtype, &self->sum_dtype, &self->statistics,
-                                     &self->eps, &self->spec, &self->plan, &self->n_cols,
-                                     &self->block_rows, &self->device, &self->has_weight,
-                                     &self->has_bias, &self->centered)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOO!O!OOOOOOnnnppp", names, &self->check,
+                                     &self->grad, &self->train, &self->autocast, &self->hooks,
+                                     &self->launch, &PyTuple_Type, &self->head, &PyTuple_Type,
+                                     &self->tail, &self->y_dtype, &self->sum_dtype,
+                                     &self->statistics, &self->eps, &self->spec, &self->plan,
+                                     &self->n_cols, &self->block_rows, &self->device,
+                                     &self->has_weight, &self->has_bias, &self->centered)) {
         self->check = NULL;  // nothing is owned yet
         Py_DECREF(self);
         return NULL;
     }
     self->vectorcall = caller_vectorcall;
     self->adds = self->sum_dtype != Py_None;
-    PyObject *owned[] = {self->check,     self->grad,       self->train, self->hooks,
-                         self->launch,    self->head,       self->tail,  self->y_dtype,
-                         self->sum_dtype, self->statistics, self->eps,   self->spec,
-                         self->plan};
-    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_INCREF(owned[i]);
+#define TAKE(name) Py_INCREF(self->name);
+    OWNED(TAKE)
     return (PyObject *)self;
 }
 
 static void caller_dealloc(PyObject *object) {
     Caller *self = (Caller *)object;
+#define RELEASE(name) Py_DECREF(self->name);
     if (self->check != NULL) {
-        PyObject *owned[] = {self->check,     self->grad,       self->train, self->hooks,
-                             self->launch,    self->head,       self->tail,  self->y_dtype,
-                             self->sum_dtype, self->statistics, self->eps,   self->spec,
-                             self->plan};
-        for (size_t i = 0; i < sizeof owned / sizeof *owned; i++) Py_DECREF(owned[i]);
+        OWNED(RELEASE)
     }
     Py_XDECREF(self->kept);
     Py_TYPE(object)->tp_free(object);

@@ -5,8 +5,8 @@ At small sizes a call costs its time on the CPU. The first call of a kind goes t
 leaves a `Plan`: the compiled kernel, the arguments that do not vary, and a guard. The guard is the
 one that torch's compiler uses: in one call into C++ it compares types, dtypes, device, sizes,
 `requires_grad` and dispatch keys of all tensors, the last as they are under the modes in force,
-so that whatever traces, transforms, autocasts or stands for other values than its memory holds
-does not pass. The next call that fits launches the kernel with no more than that: no flattening,
+so that whatever traces, transforms or stands for other values than its memory holds does not pass,
+nor what is under another autocast than the first call was. The next call that fits launches the kernel with no more than that: no flattening,
 no dispatcher, and not Triton's own binder. Whatever does not fit returns None before anything is
 allocated, and the caller takes the general way.
 
@@ -80,6 +80,7 @@ class Plan:
     check: Callable[..., bool]  # of the tensors that there are, in the operator's order
     grad: bool  # the grad mode that it is for
     train: Callable[..., Any] | None  # makes the launch where a gradient will be needed
+    autocast: tuple[str, torch.dtype] | None  # where ``check`` is of tensors under autocast: which
     kernel: Kernel
     has_weight: bool
     has_bias: bool
@@ -101,6 +102,7 @@ class Plan:
             check=self.check,
             grad=self.grad,
             train=self.train,
+            autocast=self.autocast,
             hooks=self.hooks,
             launch=self.kernel.launch,
             head=self.kernel.head,
@@ -126,7 +128,7 @@ class Plan:
         """
         check, grad, train, n_cols = self.check, self.grad, self.train, self.n_cols
         device, hooks, adds = self.device, self.hooks, self.sum_dtype is not None
-        has_weight, has_bias = self.has_weight, self.has_bias
+        has_weight, has_bias, autocast = self.has_weight, self.has_bias, self.autocast
 
         def call(
             x: Tensor, residual: Any, weight: Any, bias: Any
@@ -141,6 +143,7 @@ class Plan:
             if (
                 not fits
                 or grad is not _is_grad_enabled()
+                or (autocast and _autocast_dtype(autocast[0]) is not autocast[1])
                 or _forward_ad._current_level >= 0
                 or (_any_function_mode() and dispatch.function_modes())
                 or _counters
@@ -185,6 +188,7 @@ _kernels: dict[tuple[Any, ...], Kernel] = {}
 
 _guards: Any = torch._C._dynamo.guards
 _is_grad_enabled = torch.is_grad_enabled
+_autocast_dtype = torch.get_autocast_dtype
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _any_function_mode = torch._C._len_torch_function_stack
@@ -223,6 +227,7 @@ EXPORTED = ("call_module", "is_hooked", "launch_backward", "ready_norm", "run_bl
 
 asked: dict[str, Any] = {
     "is_grad_enabled": _is_grad_enabled,
+    "autocast_dtype": _autocast_dtype,
     "any_function_mode": _any_function_mode,
     "function_modes": dispatch.function_modes,
     "current_device": _current_device,
@@ -306,12 +311,22 @@ def find(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Caller | None:
-    """The `Plan.caller` for calls like this one, in this grad mode."""
+    """The `Plan.caller` for calls like this one, in this grad mode and autocast."""
     tensors = [t for t in (x, residual, weight, bias) if t is not None]
     for plan, call in _plans.get(_key(options, x, weight, bias), ()):
-        if plan.check(*tensors) and plan.grad is _is_grad_enabled():
+        if (
+            plan.check(*tensors)
+            and plan.grad is _is_grad_enabled()
+            and plan.autocast == _autocast_of(x)
+        ):
             return call
     return None
+
+
+def _autocast_of(x: Tensor) -> tuple[str, torch.dtype] | None:
+    """The device type and dtype of an autocast that x is under."""
+    kind = x.device.type
+    return (kind, _autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
 
 Launched = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -454,6 +469,7 @@ def _plan(
         check=guard(rows, vectors),
         grad=_is_grad_enabled(),
         train=train,
+        autocast=_autocast_of(x),
         kernel=_kernel(options, x, residual, weight, bias, eps, spec, sum_dtype, statistics),
         has_weight=weight is not None,
         has_bias=bias is not None,

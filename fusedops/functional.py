@@ -314,9 +314,8 @@ def _apply(
         outputs = outputs if residual is not None else (outputs, None)
     else:
         outputs = kernel_forward(x, residual, weight, bias, eps, spec, save_statistics=False)[:2]
-    if not torch._C._is_any_autocast_enabled():  # there the result's dtype is another
-        train = (apply_linked if linked else apply_directly) if needs_grad else None
-        direct.remember(options, x, residual, weight, bias, eps, spec, train)
+    train = (apply_linked if linked else apply_directly) if needs_grad else None
+    direct.remember(options, x, residual, weight, bias, eps, spec, train)
     return outputs
 
 

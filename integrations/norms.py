@@ -112,14 +112,14 @@ def read_operands(module: nn.Module, x: Tensor, dtype: torch.dtype) -> Operands 
 def _make_ready(module: nn.Module, operands: Operands, x: Tensor, residual: Tensor | None) -> None:
     """Note how the call just made is launched, if it is one that can be launched directly."""
     spec, weight, bias, eps, out_dtype = operands
-    if out_dtype is not None or type(weight) is Tensor or type(bias) is Tensor:
+    if type(weight) is Tensor or type(bias) is Tensor:
         return
     prefix, linked = ("", ()) if residual is None else ("add_", (functional.LINKED,))
-    options: tuple[object, ...] = (f"{prefix}layer_norm", eps, None, type(eps), *linked)
+    options: tuple[object, ...] = (f"{prefix}layer_norm", eps, out_dtype, type(eps), *linked)
     if spec.kind == "rms":
         offset = spec.weight_offset
         kinds = type(eps), type(offset)
-        options = (f"{prefix}rms_norm", eps, offset, spec.cast, None, *kinds, *linked)
+        options = (f"{prefix}rms_norm", eps, offset, spec.cast, out_dtype, *kinds, *linked)
     call = direct.find(options, x, residual, weight, bias)
     if call is None:
         return

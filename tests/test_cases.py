@@ -612,8 +612,13 @@ def test_remembered_calls_give_the_same_bits(op, dtype, weight, monkeypatch, fre
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("frozen", [None, "x", "weight"])
-def test_remembered_training_calls_give_the_same_gradients(op, frozen, monkeypatch, fresh_plans):
+@pytest.mark.parametrize(
+    ("frozen", "autocast"),
+    [(None, None), ("x", None), ("weight", None), (None, BF16), (None, FP16), ("weight", BF16)],
+)
+def test_remembered_training_calls_give_the_same_gradients(
+    op, frozen, autocast, monkeypatch, fresh_plans
+):
     """The second forward that needs a gradient is launched directly, and its backward."""
     from fusedops import direct, direct_backward
     from fusedops.kernels import launch
@@ -622,6 +627,15 @@ def test_remembered_training_calls_give_the_same_gradients(op, frozen, monkeypat
         pytest.skip("this Triton is always launched the ordinary way")
     inputs = op.inputs((100, 520), BF16, "cuda")
     upstream = [torch.randn(100, 520, device="cuda", dtype=BF16) for _ in range(1 + op.adds)]
+
+    def call(leaves):
+        with torch.autocast("cuda", dtype=autocast, enabled=autocast is not None):
+            return [out for out in op.call(leaves) if out is not None]
+
+    def backward(outputs, grads):
+        grads = [g.to(out.dtype) for g, out in zip(grads, outputs, strict=True)]
+        torch.autograd.backward(outputs, grads)
+
     results = []
     for attempt in range(3):
         leaves = {
@@ -631,8 +645,8 @@ def test_remembered_training_calls_give_the_same_gradients(op, frozen, monkeypat
             if attempt:
                 patched.setattr(launch, "launch_forward", None)
                 patched.setattr(launch, "launch_backward", None)
-            outputs = [out for out in op.call(leaves) if out is not None]
-            torch.autograd.backward(outputs, upstream)
+            outputs = call(leaves)
+            backward(outputs, upstream)
         results.append([*outputs, *(t.grad for t in leaves.values() if t is not None)])
     for result in results[1:]:
         for a, b in zip(results[0], result, strict=True):
@@ -652,8 +666,7 @@ def test_remembered_training_calls_give_the_same_gradients(op, frozen, monkeypat
                     patched.setattr(launch, "launch_backward", None)
                 else:  # the forward's would know of the backward's
                     patched.setattr(direct, "_plans", {})
-                outputs = [out for out in op.call(leaves) if out is not None]
-                torch.autograd.backward(outputs, grads)
+                backward(call(leaves), grads)
             found.append([t.grad for t in leaves.values()])
         for a, b in zip(*found, strict=True):
             assert (a is None) == (b is None)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from fusedops import direct, direct_backward, dispatch
 from fusedops.autograd import Spec, apply_directly, apply_linked
@@ -98,6 +100,7 @@ def make(request: pytest.FixtureRequest, native: Any, monkeypatch: pytest.Monkey
             check=guard.check,
             grad=torch.is_grad_enabled(),
             train=train,
+            autocast=direct._autocast_of(x),
             kernel=direct.Kernel(launch, ("head", 1), (2, "tail"), 4, None),
             has_weight=weight is not None,
             has_bias=bias is not None,
@@ -221,6 +224,26 @@ def test_what_does_not_fit_is_not_launched(make: Any) -> None:
     assert call(*given) is not None
     with torch.device("cpu"):  # as torch.set_default_device does, for all that follows
         assert call(*given) is not None
+
+
+@pytest.mark.parametrize("train", [None, apply_directly])
+def test_a_plan_is_for_the_autocast_that_it_was_made_under(make: Any, train: Any) -> None:
+    given = tensors()
+    if train is not None:
+        given = [None if t is None else t.requires_grad_() for t in given]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, call, launch, _ = make(*given, train=train)
+        y, summed = call(*given)
+        assert (y.dtype, summed.dtype) == (torch.float16, torch.float64)
+    assert len(launch.made) == 1
+    assert call(*given) is None
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert call(*given) is None
+        with torch.autocast("cpu", enabled=False):
+            assert call(*given) is None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert call(*given) is not None
+    assert len(launch.made) == 2
 
 
 def test_errors_come_through_and_nothing_leaks(make: Any) -> None:
@@ -411,6 +434,42 @@ def test_threads_that_meet_make_one_plan(plannable: None, monkeypatch: pytest.Mo
     for thread in threads:
         thread.join()
     assert [len(plans) for plans in direct._plans.values()] == [1]
+
+
+def test_each_autocast_has_a_plan_of_its_own(plannable: None) -> None:
+    given, options = tensors(), ("add_layer_norm",)
+    found = []
+    for times in range(2):
+        for dtype in (None, torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                if times == 0:
+                    assert direct.find(options, *given) is None  # type: ignore[arg-type]
+                direct.remember(options, *given, 1e-5, SPEC, None)  # type: ignore[arg-type]
+                found.append(direct.find(options, *given))  # type: ignore[arg-type]
+    assert found[:3] == found[3:]
+    assert len(set(found)) == 3
+    assert None not in found
+    assert [len(plans) for plans in direct._plans.values()] == [3]
+
+
+@pytest.mark.skipif(not dispatch.INTERPRETED, reason="no kernels run here")
+@pytest.mark.parametrize(
+    "build", [nn.LayerNorm, lambda size: nn.RMSNorm(size, eps=1e-6), LlamaRMSNorm, GemmaRMSNorm]
+)
+def test_patched_norms_are_ready_under_autocast(
+    plannable: None, tree_sums: None, build: Any
+) -> None:
+    norm, x = build(H), torch.randn(3, H)
+    patch(norm)
+    with torch.no_grad():
+        for dtype in (None, torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                norm(x)
+            made = vars(norm)[norms.READY]
+            plans = next(reversed(direct._plans.values()))  # out_dtype makes another key
+            assert made.call is plans[-1][1]
+            assert plans[-1][0].autocast == (dtype and ("cpu", dtype))
+    unpatch(norm)
 
 
 def test_a_tensor_given_twice_leaves_no_plan(plannable: None) -> None:
