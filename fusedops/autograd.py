@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels on tensors of any layout, and the autograd Function around them."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -282,6 +283,7 @@ def gradients(
     s, weight, mean, rstd = saved
     needs_ds, needs_weight, needs_bias = needs
     spec, bias_dtype = kept.spec, kept.bias_dtype
+    check_saved(saved, s.shape if dy is None else dy.shape)
     if dy is None or torch.is_grad_enabled() or not readable(dy, dsum, *saved):
         # Nothing to normalise, or something to differentiate through: torch's own operations.
         ds, dweight, dbias = reference.norm_backward(
@@ -311,6 +313,23 @@ def gradients(
         )
         direct_backward.remember(dy, dsum, read, wanted)
     return found
+
+
+def check_saved(saved: SavedTensors, shape: torch.Size) -> None:
+    """Refuse what hooks on saved tensors gave back in other shapes, before a kernel reads it."""
+    s, weight, mean, rstd = saved
+    n_rows, n_cols = (math.prod(shape[:-1]),), shape[-1:]
+    for name, tensor, expected in (
+        ("the rows", s, shape),
+        ("the weight", weight, n_cols),
+        ("the means", mean, n_rows),
+        ("the reciprocal deviations", rstd, n_rows),
+    ):
+        if tensor is not None and tensor.shape != expected:
+            raise RuntimeError(
+                f"{name} saved for the backward: expected shape {tuple(expected)}, but a hook on "
+                f"saved tensors gave back {tuple(tensor.shape)}"
+            )
 
 
 class SumFunction(torch.autograd.Function):

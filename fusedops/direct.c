@@ -11,8 +11,8 @@
 #include <Python.h>
 #include <structmember.h>
 #include <dlfcn.h>
-#if __has_include(<cuda.h>)
-#include <cuda.h>
+#ifdef CUDA_HEADER  // the path of cuda.h, where it is known
+#include CUDA_HEADER
 #endif
 
 // What a call asks torch for, given by configure().
@@ -434,7 +434,12 @@ static PyObject *launcher_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     self->n_fixed = n_fixed / 8;
     memcpy(self->passed, passed, n_passed);
     memcpy(self->fixed, fixed, n_fixed);
-    if (check_driver(cu_get_context(&self->context)) < 0) Py_CLEAR(self);
+    int answer = check_driver(cu_get_context(&self->context));
+    if (answer == 0 && self->context == NULL) {
+        PyErr_SetString(PyExc_RuntimeError, "no CUDA context is current");
+        answer = -1;
+    }
+    if (answer < 0) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -442,7 +447,7 @@ static PyObject *launcher_new(PyTypeObject *type, PyObject *args, PyObject *kwar
 static PyObject *launcher_launch(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     long long x = nargs < 3 ? -1 : PyLong_AsLongLong(args[0]);
     long long y = nargs < 3 ? -1 : PyLong_AsLongLong(args[1]);
-    if (x <= 0 || y <= 0) {
+    if (x <= 0 || y <= 0 || x > INT_MAX || y > INT_MAX) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "expected a grid and a stream");
         return NULL;
     }
@@ -683,10 +688,10 @@ static int is_watched(PyObject *plan) {
     return answer == 0 ? has_hooks(runtime, s_launch_exit_hook) : answer;
 }
 
-// Whether the device of this number, which may be NULL, is the current one.
+// Whether the device of this number is the current one.
 static int is_current(PyObject *number) {
-    long long current, device = number == NULL ? -1 : PyLong_AsLongLong(number);
-    if (number == NULL || (device == -1 && PyErr_Occurred())) return -1;
+    long long current, device = PyLong_AsLongLong(number);
+    if (device == -1 && PyErr_Occurred()) return -1;
     return integer(call0(current_device), &current) < 0 ? -1 : current == device;
 }
 
@@ -706,6 +711,9 @@ static int may_launch_backward(PyObject *plan, PyObject *const *given, long long
     if (given[DSUM] != Py_None && !same_shape(&layouts[DSUM], &layouts[S])) return 0;
     *n_rows = count(&layouts[RSTD]);
     *n_cols = *n_rows == 0 ? 0 : count(&layouts[S]) / *n_rows;
+    if (*n_rows * *n_cols != count(&layouts[S])) return 0;
+    if (given[MEAN] != Py_None && count(&layouts[MEAN]) != *n_rows) return 0;
+    if (given[WEIGHT] != Py_None && count(&layouts[WEIGHT]) != *n_cols) return 0;
     answer = is_watched(plan);
     return answer < 0 ? -1 : !answer;
 }
@@ -1017,7 +1025,8 @@ static int fits_backward(PyObject *fit, PyObject *const *given, long long n_cols
         if (layout_of(given[i], &layout) < 0) return -1;
         if (!is_contiguous(&layout) || count(&layout) != *n_rows * n_cols) return 0;
     }
-    return 1;
+    if (given[MEAN] == Py_None) return 1;
+    return layout_of(given[MEAN], &layout) < 0 ? -1 : count(&layout) == *n_rows;
 }
 
 // The gradients of a norm that has saved these tensors into `found`; 0: Python must see to it.
@@ -1237,10 +1246,15 @@ static int is_hooked(PyObject *state) {
     return any_global_hook();
 }
 
-// A parameter by its name, None where the name is None.
-// A borrowed reference; NULL without an exception where there is no such parameter.
+// What a dictionary has by a name from a slot, which may be empty. A borrowed reference; NULL without
+// an exception where it has none.
+static PyObject *named(PyObject *dict, PyObject *name) {
+    return name == NULL ? NULL : PyDict_GetItemWithError(dict, name);
+}
+
+// The same of a parameter, None where the name is None.
 static PyObject *parameter(PyObject *parameters, PyObject *name) {
-    return name == Py_None ? Py_None : PyDict_GetItemWithError(parameters, name);
+    return name == Py_None ? Py_None : named(parameters, name);
 }
 
 // (y, summed) of a module with this __dict__, where a call like it was in order before; or None.
@@ -1250,8 +1264,9 @@ static PyObject *call_ready(PyObject *state, PyObject *x, PyObject *residual) {
     if (ready == NULL || !Py_IS_TYPE(ready, (PyTypeObject *)ready_type)) Py_RETURN_NONE;
     PyObject *call = residual == Py_None ? AT(ready, ready, call) : AT(ready, ready, add_call);
     PyObject *parameters = PyDict_GetItemWithError(state, s__parameters);
-    if (call != Py_None && parameters != NULL && PyDict_Check(parameters) &&
-        PyDict_GetItemWithError(state, AT(ready, ready, eps_name)) == AT(ready, ready, eps)) {
+    PyObject *eps = named(state, AT(ready, ready, eps_name));
+    if (call != NULL && call != Py_None && eps != NULL && eps == AT(ready, ready, eps) &&
+        parameters != NULL && PyDict_Check(parameters)) {
         PyObject *weight = parameter(parameters, AT(ready, ready, weight));
         PyObject *bias = weight == NULL ? NULL : parameter(parameters, AT(ready, ready, bias));
         if (bias != NULL) {
@@ -1359,7 +1374,10 @@ static PyObject *put_off(PyObject *stream, PyObject *other, PyObject *other_firs
         AT(stream, stream, _reshaped) != Py_None || !Py_IS_TYPE(other, (PyTypeObject *)tensor_type))
         return NULL;
     Layout layouts[2];
-    if (layout_of(base, &layouts[0]) < 0 || layout_of(other, &layouts[1]) < 0) return NULL;
+    if (layout_of(base, &layouts[0]) < 0 || layout_of(other, &layouts[1]) < 0) {
+        if (PyErr_ExceptionMatches(PyExc_RuntimeError)) PyErr_Clear();  // sparse or nested
+        return NULL;
+    }
     if (!same_shape(&layouts[0], &layouts[1]) || same(base, other, s_dtype) != 1) return NULL;
     PyObject *version = PyObject_GetAttr(base, s__version), *result = NULL;
     PyObject *other_version = version == NULL ? NULL : PyObject_GetAttr(other, s__version);
@@ -1449,9 +1467,9 @@ static int fits(PyObject *handed, PyObject *norm_state, PyObject *x) {
     PyObject *parameters = PyDict_GetItemWithError(norm_state, s__parameters);
     if (parameters == NULL || !PyDict_Check(parameters)) return PyErr_Occurred() ? -1 : 0;
     if (PyDict_GetItemWithError(norm_state, s__fusedops_norm) != spec) return 0;
-    PyObject *eps = PyDict_GetItemWithError(norm_state, AT(spec, spec, eps));
-    if (eps == NULL && PyErr_Occurred()) return -1;
-    if (eps != AT(handed, handed, eps)) return 0;
+    if (!Py_IS_TYPE(spec, (PyTypeObject *)spec_type)) return 0;
+    PyObject *eps = named(norm_state, AT(spec, spec, eps));
+    if (eps == NULL || eps != AT(handed, handed, eps)) return PyErr_Occurred() ? -1 : 0;
     PyObject *weight = parameter(parameters, AT(spec, spec, weight));
     PyObject *bias = weight == NULL ? NULL : parameter(parameters, AT(spec, spec, bias));
     if (bias == NULL) return PyErr_Occurred() ? -1 : 0;
@@ -1561,7 +1579,7 @@ static PyObject *new_handed(PyObject *stream, PyObject *y, PyObject *norm_state)
     GIVE(spec, Py_XNewRef(PyDict_GetItemWithError(norm_state, s__fusedops_norm)));
     PyObject *spec = AT(handed, handed, spec);
     if (!Py_IS_TYPE(spec, (PyTypeObject *)spec_type)) goto failed;
-    GIVE(eps, Py_XNewRef(PyDict_GetItemWithError(norm_state, AT(spec, spec, eps))));
+    GIVE(eps, Py_XNewRef(named(norm_state, AT(spec, spec, eps))));
     PyObject *parameters = PyDict_GetItemWithError(norm_state, s__parameters);
     if (parameters == NULL || !PyDict_Check(parameters)) goto failed;
     GIVE(weight, Py_XNewRef(parameter(parameters, AT(spec, spec, weight))));
@@ -1662,7 +1680,11 @@ static int is_small(PyObject *state, PyObject *x) {
     long long least = PyLong_AsLongLong(AT(block, state, min_elements));
     Layout layout;
     if (least <= 0 || !Py_IS_TYPE(x, (PyTypeObject *)tensor_type)) return 0;
-    if (layout_of(x, &layout) < 0) return -1;
+    if (layout_of(x, &layout) < 0) {
+        int unknown = PyErr_ExceptionMatches(PyExc_RuntimeError);  // sparse or nested
+        if (unknown) PyErr_Clear();
+        return unknown ? 0 : -1;
+    }
     if (count(&layout) >= least) return 0;
     int answer = truth(call1(is_cuda, x));
     if (answer == 1) answer = is_object(call0(is_capturing), Py_False);

@@ -252,21 +252,26 @@ def ask(**objects: Any) -> None:
 _building = threading.Lock()
 
 
+def _build_native() -> Any:
+    """direct.c as a module. What is compiled names the header, for the cache goes by the text."""
+    import triton
+    from triton.runtime.build import compile_module_from_src
+
+    source = Path(__file__).with_name("direct.c").read_text()
+    header = Path(triton.__file__).parent / "backends" / "nvidia" / "include" / "cuda.h"
+    if header.exists():
+        source = f'#define CUDA_HEADER "{header}"\n{source}'
+    return compile_module_from_src(source, "fusedops_direct")
+
+
 @cache
 def load_native() -> Any:
     """The compiled direct.c, or None where it cannot be had, which is logged."""
     if not NATIVE:
         return None
     try:
-        import triton
-        from triton.runtime.build import compile_module_from_src
-
-        source = Path(__file__).with_name("direct.c").read_text()
-        headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"  # cuda.h
         with _building:
-            native: Any = compile_module_from_src(
-                source, "fusedops_direct", include_dirs=[str(headers)]
-            )
+            native = _build_native()
             native.configure(**asked)
     except Exception as error:  # no compiler, no headers, a Triton or a torch that is otherwise
         dispatch.log_once(f"calls are launched by Python: direct.c cannot be used ({error})")
@@ -579,14 +584,18 @@ def _own_entry(compiled: Any, tail: tuple[Any, ...]) -> Entry | None:
     words = [(FIXED.get(kind), value) for kind, value in fixed if kind != "constexpr"]
     if any(code is None for code, _ in words):
         return None
-    made = native.Launcher(
-        function=compiled.function,
-        threads=metadata.num_warps * 32,
-        shared=metadata.shared,
-        dependent=metadata.launch_pdl,
-        passed=bytes(kind != "constexpr" for kind in kinds[:first]),
-        fixed=b"".join(struct.pack(f"<{code}", value) for code, value in words),
-    )
+    try:
+        made = native.Launcher(
+            function=compiled.function,
+            threads=metadata.num_warps * 32,
+            shared=metadata.shared,
+            dependent=metadata.launch_pdl,
+            passed=bytes(kind != "constexpr" for kind in kinds[:first]),
+            fixed=b"".join(struct.pack(f"<{code}", value) for code, value in words),
+        )
+    except RuntimeError as error:
+        dispatch.log_once(f"kernels are launched by Triton: direct.c cannot ({error})")
+        return None
     return made, (), ()
 
 

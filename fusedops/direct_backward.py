@@ -150,8 +150,10 @@ def launch_backward(
         or not (s.is_contiguous() and dy.is_contiguous())
         or dy.shape != shape
         or not (dsum is None or (dsum.is_contiguous() and dsum.shape == shape))
-        or not (weight is None or weight.is_contiguous())
-        or not (rstd.is_contiguous() and (mean is None or mean.is_contiguous()))
+        or not (weight is None or (weight.is_contiguous() and weight.shape == shape[-1:]))
+        or not rstd.is_contiguous()
+        or not (mean is None or (mean.is_contiguous() and mean.shape == rstd.shape))
+        or rstd.numel() * shape[-1] != s.numel()
         or getattr(hooks.launch_enter_hook, "calls", True)  # or set to a function
         or getattr(hooks.launch_exit_hook, "calls", True)
     ):

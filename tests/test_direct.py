@@ -62,11 +62,8 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def native() -> Iterator[Any]:
     """direct.c, compiled."""
     pytest.importorskip("triton")
-    from triton.runtime.build import compile_module_from_src
-
-    source = Path(direct.__file__).with_name("direct.c").read_text()
     try:
-        module: Any = compile_module_from_src(source, "fusedops_direct")
+        module: Any = direct._build_native()
     except (subprocess.CalledProcessError, RuntimeError) as error:
         pytest.skip(f"no C compiler with Python's headers: {error}")
     yield module
@@ -558,6 +555,40 @@ def test_patched_norms_are_called_from_c(native: Any) -> None:
     assert native.call_module(norm, type(norm), (x,), {"gate": x}) is None
     assert native.call_module(norm, type(norm), ("x",), {}) is None
     del state[norms.READY]
+    unpatch(norm)
+
+
+def test_half_made_objects_are_none_of_ours(native: Any) -> None:
+    """Others may write into a module's dictionary; what is read by place is looked at first."""
+    norm, x = nn.LayerNorm(H), torch.randn(3, H)
+    patch(norm)
+    native.configure(**direct.asked)
+    state, found = vars(norm), lambda *_: ("y", None)
+    whole = ready(norm, found)
+    assert native.ready_norm(norm, x, None) is None
+    for missing in (None, "call", "eps_name", "eps", "weight", "bias"):
+        made = norms.Ready.__new__(norms.Ready)
+        for name in norms.Ready.__slots__ if missing else ():
+            if name != missing:
+                setattr(made, name, getattr(whole, name))
+        state[norms.READY] = made
+        assert native.ready_norm(norm, x, None) is None, missing
+    for other in (1, object(), "ready", x, {}):
+        state[norms.READY] = other
+        assert native.ready_norm(norm, x, None) is None
+    state[norms.READY] = whole
+    assert native.ready_norm(norm, x, None) == ("y", None)
+
+    held = stream._HandOver(x, x, None, norm, stream.BlockState(nn.Module))
+    spec = state[norms.SPEC]
+    duck = type("Duck", (), {name: getattr(spec, name) for name in ("eps", "weight", "bias")})()
+    for wrong in (duck, type(spec).__new__(type(spec))):
+        held.spec = state[norms.SPEC] = wrong
+        stream._slot.held = held
+        assert native.call_module(norm, type(norm), (x,), {}) is None
+    held.spec = state[norms.SPEC] = spec
+    assert native.call_module(norm, type(norm), (x,), {}) is x
+    stream._slot.held = None
     unpatch(norm)
 
 

@@ -5,6 +5,7 @@ That the compiled kernels are launched right is what the GPU tests of test_cases
 """
 
 import ctypes
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -37,9 +38,14 @@ class Warm(NamedTuple):
     dtypes: tuple[Any, ...]  # of the arguments that are pointers
 
 
-def memory_at(pointer: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of more elements than a kernel will touch."""
-    return torch.frombuffer((ctypes.c_char * 2**20).from_address(pointer), dtype=dtype)
+VECTORS = {"weight_ptr", "bias_ptr", "dweight_ptr", "dbias_ptr"}
+PARTIAL_SUMS = {"dweight_partial_ptr", "dbias_partial_ptr"}
+
+
+def memory_at(pointer: int, dtype: torch.dtype, size: int) -> Tensor:
+    """A tensor of that memory, of ``size`` elements; the interpreter writes all of it."""
+    memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(pointer)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 class Interpreted:
@@ -60,11 +66,17 @@ class Interpreted:
         def call(x: int, y: int, z: int, stream: int, head: str, *arguments: Any) -> None:
             assert (z, stream, head) == (1, 7, "head")
             self.made.append(kernel.fn.__name__)
-            given = list(arguments)
-            for place, dtype in enumerate(compiled.dtypes):
+            given = dict(zip(kernel.arg_names, arguments, strict=True))
+            for name, dtype in zip(kernel.arg_names, compiled.dtypes, strict=False):
                 if isinstance(dtype, torch.dtype):
-                    given[place] = memory_at(given[place], dtype)
-            kernel[x, y, z](*given)
+                    rows = given["n_partials"] if "n_partials" in given else given["n_rows"]
+                    if name in VECTORS:
+                        rows = 1
+                    elif name in PARTIAL_SUMS and "n_rows" in given:
+                        rows = x  # one for each program
+                    columns = 1 if name in ("mean_ptr", "rstd_ptr") else H
+                    given[name] = memory_at(given[name], dtype, rows * columns)
+            kernel[x, y, z](*given.values())
 
         return call, ("head",), tail
 
@@ -554,6 +566,35 @@ def test_what_is_out_of_the_ordinary_is_left_to_python(
         with monkeypatch.context() as patched:
             refuse_the_general_way(patched, python=direct.launch_backward is not None)
             assert_same(training.step(), usual)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "add_rms_norm", "linked layer_norm"])
+@pytest.mark.parametrize("known", [False, True])
+def test_saved_tensors_of_another_shape_are_refused(
+    plannable: None, interpreted: Interpreted, name: str, known: bool
+) -> None:
+    """Given back by a hook; a kernel would read beyond their memory."""
+    training = Training(name, interpreted)
+    expected = [training.step() for _ in range(3)][-1] if known else None
+    wrong: tuple[Any, ...] = (
+        lambda t: t[:1],
+        lambda t: t[..., :-1].contiguous(),
+        lambda t: torch.cat([t, t]),
+        lambda t: t.reshape(1, *t.shape),
+    )
+    for number in range(3 + training.centered):
+        for change in wrong:
+            changes = iter([change if place == number else Tensor.detach for place in range(4)])
+            unpack = functools.partial(lambda changes, t: next(changes)(t), changes)
+            leaves = training.leaves()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+                made = [out for out in training.call(*leaves) if out is not None]
+            interpreted.made.clear()
+            with pytest.raises(RuntimeError, match="saved for the backward: expected shape"):
+                torch.autograd.backward(made, training.grads(made))
+            assert interpreted.made == []
+    if expected is not None:
+        assert_same(training.step(), expected)
 
 
 def test_nodes_are_called_as_before(plannable: None, interpreted: Interpreted) -> None:
