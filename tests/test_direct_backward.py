@@ -398,9 +398,12 @@ class Training:
         found = [g.to(out.dtype) for g, out in zip(self.upstream, outputs)]  # noqa: B905
         return found
 
-    def step(self, frozen: tuple[str, ...] = ()) -> list[Tensor | None]:
+    def step(
+        self, frozen: tuple[str, ...] = (), autocast: torch.dtype | None = None
+    ) -> list[Tensor | None]:
         leaves = self.leaves(frozen)
-        outputs = [out for out in self.call(*leaves) if out is not None]
+        with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            outputs = [out for out in self.call(*leaves) if out is not None]
         needy = [out for out in outputs if out.requires_grad]
         torch.autograd.backward(needy, self.grads(needy))
         return [*(out.detach() for out in outputs), *(leaf.grad for leaf in leaves)]
@@ -451,6 +454,21 @@ def test_a_training_step_is_the_same_by_each_way(
             in_c = attempt == 2 and direct.launch_backward is not None
             refuse_the_general_way(patched, python=in_c)
             assert_same(training.step(frozen), expected)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_training_under_autocast_is_launched_directly(
+    plannable: None, interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    training = Training(name, interpreted, (BF16,) * 4)
+    kinds = (None, BF16, FP16)
+    expected = [training.step(autocast=kind) for kind in kinds]
+    for kind, result in zip(kinds, expected, strict=True):
+        assert_same(training.step(autocast=kind), result)
+    for kind, result in zip(kinds, expected, strict=True):
+        with monkeypatch.context() as patched:
+            refuse_the_general_way(patched, python=direct.launch_backward is not None)
+            assert_same(training.step(autocast=kind), result)
 
 
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "add_rms_norm", "linked layer_norm"])
