@@ -582,7 +582,11 @@ def _own_entry(compiled: Any, tail: tuple[Any, ...]) -> Entry | None:
     first = len(kinds) - len(tail)
     fixed = zip(kinds[first:], tail, strict=True)
     words = [(FIXED.get(kind), value) for kind, value in fixed if kind != "constexpr"]
-    if any(code is None for code, _ in words):
+    passed = bytes(kind != "constexpr" for kind in kinds[:first])
+    known = getattr(launcher, "kernel_signature", None)  # of all parameters, from Triton 3.7 on
+    if any(code is None for code, _ in words) or (
+        known is not None and len(known) != sum(passed) + len(words)  # a sanitizer's, besides
+    ):
         return None
     try:
         made = native.Launcher(
@@ -590,7 +594,7 @@ def _own_entry(compiled: Any, tail: tuple[Any, ...]) -> Entry | None:
             threads=metadata.num_warps * 32,
             shared=metadata.shared,
             dependent=metadata.launch_pdl,
-            passed=bytes(kind != "constexpr" for kind in kinds[:first]),
+            passed=passed,
             fixed=b"".join(struct.pack(f"<{code}", value) for code, value in words),
         )
     except RuntimeError as error:

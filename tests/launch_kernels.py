@@ -112,9 +112,20 @@ def check_errors_and_threads(call: launch.Call) -> None:
     kernel = direct.compile_call(call, "n_rows")
     place = call.kernel.arg_names.index("n_rows") + 1
     given = [a.data_ptr() if isinstance(a, Tensor) else a for a in call.arguments[:place]]
+    constants = [call.meta[name] for name in call.kernel.arg_names if name in call.meta]
+    tail = (*call.arguments[place:], *constants)
     cuda.bind(ctypes.c_ulonglong(0))
     kernel.launch.launch(3, 1, STREAM, *given)
     assert take()[1] == 1  # the context that was bound when the kernel was compiled
+    assert direct._own_entry(kernel.compiled, tail) is not None
+    cuda.bind(ctypes.c_ulonglong(0))
+    assert direct._own_entry(kernel.compiled, tail) is None  # there is no context to remember
+    cuda.bind(ctypes.c_ulonglong(1))
+    launcher = kernel.compiled.run
+    if hasattr(launcher, "kernel_signature"):  # parameters that Triton alone knows of
+        launcher.kernel_signature += b"\0"
+        assert direct._own_entry(kernel.compiled, tail) is None
+        launcher.kernel_signature = launcher.kernel_signature[:-1]
     cuda.fail(701)
     with pytest.raises(RuntimeError, match=r"as the test wants it \(error 701\)"):
         kernel.launch.launch(3, 1, STREAM, *given)
