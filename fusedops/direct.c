@@ -221,8 +221,8 @@ static int is_dual(void) {
     return PyLong_AsLong(level) >= 0;
 }
 
-// Whether plain eager execution goes on, in which a kernel may be launched on pointers; x is told
-// then what the first input is like.
+// Whether plain eager execution goes on, in which a kernel may be launched on pointers. Fills in x
+// with the first input's layout then.
 static int may_launch(Caller *self, PyObject *const *inputs, Layout *x) {
     PyObject *given[INPUTS];
     size_t n = 0;
@@ -313,8 +313,8 @@ static PyObject *call_training(Caller *self, PyObject *const *inputs, PyObject *
 // --- the launch --------------------------------------------------------------------------------
 //
 // A `Launcher` is a compiled kernel with all that does not change from launch to launch. It asks
-// the driver for what Triton's launcher asks, and takes a twentieth of its time, for it has nothing
-// to find out: neither types of arguments nor which of them the kernel was compiled for.
+// the driver for what Triton's launcher asks, in less of the CPU's time, for it has nothing to find
+// out: neither types of arguments nor which of them the kernel was compiled for.
 
 enum { MAX_VARYING = 16, MAX_FIXED = 16, SCRATCHES = 2 };
 

@@ -5,10 +5,11 @@ At small sizes a call costs its time on the CPU. The first call of a kind goes t
 leaves a `Plan`: the compiled kernel, the arguments that do not vary, and a guard. The guard is the
 one that torch's compiler uses: in one call into C++ it compares types, dtypes, device, sizes,
 `requires_grad` and dispatch keys of all tensors, the last as they are under the modes in force,
-so that whatever traces, transforms or stands for other values than its memory holds does not pass,
-nor what is under another autocast than the first call was. The next call that fits launches the
-kernel with no more than that: no flattening, no dispatcher, and not Triton's own binder. Whatever
-does not fit returns None before anything is allocated, and the caller takes the general way.
+so that whatever traces, transforms or stands for other values than its memory holds does not pass.
+It also tells whether autocast is on, whose dtype is compared beside it. The next call that fits
+launches the kernel with no more than that: no flattening, no dispatcher, and not Triton's own
+binder. Whatever does not fit returns None before anything is allocated, and the caller takes the
+general way.
 
 What is done for every call stands here in Python, and once more in direct.c: in a whole model,
 where other code has filled the processor's caches since the last call, a line of Python costs
@@ -59,7 +60,8 @@ MAX_KINDS = 1024
 new values of eps, say. After so many, what is in use is planned anew."""
 
 MAX_PLANS = 16
-"""Plans kept for one operator, options, width and dtype: ranks and subsets that need gradients."""
+"""Plans kept for one operator, options, width and dtype: ranks, subsets that need gradients, grad
+modes and autocasts."""
 
 
 @dataclass(frozen=True, slots=True)
