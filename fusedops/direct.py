@@ -43,6 +43,7 @@ __all__ = [
     "ask",
     "asked",
     "compile_call",
+    "cuda_header",
     "find",
     "is_launched_as_tested",
     "launch",
@@ -254,13 +255,19 @@ def ask(**objects: Any) -> None:
 _building = threading.Lock()
 
 
+def cuda_header() -> Path:
+    """Where this Triton's copy of cuda.h is, if it brings one."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "include" / "cuda.h"
+
+
 def _build_native() -> Any:
     """direct.c as a module. What is compiled names the header, for the cache goes by the text."""
-    import triton
     from triton.runtime.build import compile_module_from_src
 
     source = Path(__file__).with_name("direct.c").read_text()
-    header = Path(triton.__file__).parent / "backends" / "nvidia" / "include" / "cuda.h"
+    header = cuda_header()
     if header.exists():
         source = f'#define CUDA_HEADER "{header}"\n{source}'
     return compile_module_from_src(source, "fusedops_direct")

@@ -62,6 +62,15 @@ def take() -> list[int]:
     return list(words[: cuda.take(words)])
 
 
+def split(call: launch.Call, varying: str) -> tuple[list[Any], tuple[Any, ...]]:
+    """Arguments up to the one of that name, with pointers for tensors; the rest and constants."""
+    names = call.kernel.arg_names
+    place = names.index(varying) + 1
+    given = [a.data_ptr() if isinstance(a, Tensor) else a for a in call.arguments[:place]]
+    constants = [call.meta[name] for name in names if name in call.meta]
+    return given, (*call.arguments[place:], *constants)
+
+
 def compare(call: launch.Call, varying: str) -> None:
     """A launch by Triton, by direct.c, and as it is made without direct.c."""
     kernel = direct.compile_call(call, varying)
@@ -69,13 +78,10 @@ def compare(call: launch.Call, varying: str) -> None:
     expect(kernel.compiled)
     call.kernel[call.grid](*call.arguments, **call.meta)
     by_triton = take()
-    place = call.kernel.arg_names.index(varying) + 1
-    given = [a.data_ptr() if isinstance(a, Tensor) else a for a in call.arguments[:place]]
-    constants = [call.meta[name] for name in call.kernel.arg_names if name in call.meta]
+    given, tail = split(call, varying)
     x, y = (*call.grid, 1)[:2]
     kernel.launch.launch(x, y, STREAM, *given)
     by_us = take()
-    tail = (*call.arguments[place:], *constants)
     entry, head, tail = direct._triton_entry(kernel.compiled, tail)
     entry(x, y, 1, STREAM, *head, *given, *tail)
     by_entry = take()
@@ -110,10 +116,7 @@ def compare_operator(width: int, dtype: torch.dtype, *, centered: bool, adds: bo
 def check_errors_and_threads(call: launch.Call) -> None:
     """What the driver says comes through; a thread without a context is given the kernel's."""
     kernel = direct.compile_call(call, "n_rows")
-    place = call.kernel.arg_names.index("n_rows") + 1
-    given = [a.data_ptr() if isinstance(a, Tensor) else a for a in call.arguments[:place]]
-    constants = [call.meta[name] for name in call.kernel.arg_names if name in call.meta]
-    tail = (*call.arguments[place:], *constants)
+    given, tail = split(call, "n_rows")
     cuda.bind(ctypes.c_ulonglong(0))
     kernel.launch.launch(3, 1, STREAM, *given)
     assert take()[1] == 1  # the context that was bound when the kernel was compiled

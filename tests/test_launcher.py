@@ -11,22 +11,22 @@ import pytest
 
 from fusedops import direct
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 TESTS = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with tests/fake_driver.c as libcuda.so.1."""
-    headers = Path(triton.__file__).parent / "backends/nvidia/include"
+    header = direct.cuda_header()
     if direct.load_native() is None:
         pytest.skip("no C compiler with Python's headers")
-    if not (headers / "cuda.h").exists():
+    if not header.exists():
         pytest.skip("this Triton brings no cuda.h")
     assert hasattr(direct.load_native(), "Launcher")
     folder: Path = tmp_path_factory.mktemp("driver")
     source, library = TESTS / "fake_driver.c", folder / "libcuda.so.1"
-    flags = ["-shared", "-fPIC", f"-I{headers}", "-Wl,-soname,libcuda.so.1"]
+    flags = ["-shared", "-fPIC", f"-I{header.parent}", "-Wl,-soname,libcuda.so.1"]
     compiler = os.environ.get("CC") or shutil.which("gcc") or "clang"
     subprocess.run([compiler, source, *flags, "-o", library], check=True)
     return folder
