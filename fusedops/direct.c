@@ -1787,15 +1787,15 @@ static int holds_same(PyObject *block_dict, PyObject *state) {
     return 1;
 }
 
-// The `BlockState` of a block of which all is known, borrowed; NULL without an exception: none.
+// The `BlockState` of a block of which all is known but whether it holds the same modules, borrowed;
+// NULL without an exception: none.
 static PyObject *known_state(PyObject *block_dict) {
     PyObject *state = PyDict_GetItemWithError(block_dict, s__fusedops_block);
     PyObject *training = state == NULL ? NULL : PyDict_GetItemWithError(block_dict, s_training);
     if (training == NULL || !Py_IS_TYPE(state, (PyTypeObject *)block_type) ||
         AT(block, state, obstacle) != Py_None || PyList_GET_SIZE(AT(block, state, handed)) > 0)
         return NULL;
-    if (PySet_Contains(AT(block, state, learned), training) != 1) return NULL;
-    return holds_same(block_dict, state) == 1 ? state : NULL;
+    return PySet_Contains(AT(block, state, learned), training) == 1 ? state : NULL;
 }
 
 // (forward, block, args, kwargs) -> the block's output, or NotImplemented.
@@ -1808,8 +1808,10 @@ static PyObject *run_block(PyObject *unused, PyObject *const *given, Py_ssize_t 
     PyObject *block_dict = block_type == NULL ? NULL : state_of(block);
     PyObject *state = block_dict == NULL ? NULL : known_state(block_dict);
     Py_XINCREF(state);  // the block may be unpatched while it runs
-    Py_XDECREF(block_dict);
-    if (state == NULL) return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
+    if (state == NULL) {
+        Py_XDECREF(block_dict);
+        return PyErr_Occurred() ? NULL : Py_NewRef(Py_NotImplemented);
+    }
     PyObject *keys = AT(block, state, argument_keys), *key = NULL;
     Py_ssize_t n = PyTuple_GET_SIZE(args), at = -1;
     if (PyTuple_GET_SIZE(keys) == 1 && PyLong_Check(PyTuple_GET_ITEM(keys, 0))) {
@@ -1817,15 +1819,17 @@ static PyObject *run_block(PyObject *unused, PyObject *const *given, Py_ssize_t 
         at = PyLong_AsSsize_t(key);
     }
     PyObject *x = at >= 0 && at < n ? PyTuple_GET_ITEM(args, at) : NULL;
-    int answer = x == NULL ? 0 : is_small(state, x);
-    if (answer == 1) {
+    int small = x == NULL ? 0 : is_small(state, x), answer = small;
+    if (small == 0 && x != NULL) answer = holds_same(block_dict, state);
+    Py_DECREF(block_dict);
+    if (small == 1) {
         PyObject *output = add_one(&AT(block, state, small)) < 0
                                ? NULL : call_forward(forward, block, args, given[3], at, x);
         Py_DECREF(state);
         Py_DECREF(key);
         return output;
     }
-    if (answer == 0 && x != NULL) answer = may_stream(block, state, x);
+    if (answer == 1) answer = may_stream(block, state, x);
     if (answer != 1) {
         Py_DECREF(state);
         Py_XDECREF(key);

@@ -69,7 +69,10 @@ def native() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True, params=["python", "c"])
 def forced(
-    request: pytest.FixtureRequest, native: Any, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    native: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    fresh_plans: None,
 ) -> Iterator[None]:
     """Operators run on the CPU through their reference; blocks are run by Python, then by C."""
     if request.param == "c" and native is None:
@@ -79,6 +82,7 @@ def forced(
         function = getattr(native, name) if request.param == "c" else None
         monkeypatch.setattr(direct, name, function)
     if request.param == "python":
+        monkeypatch.setattr(direct, "load_native", lambda: None)
         for name, method in stream.PYTHON_METHODS.items():
             monkeypatch.setattr(ResidualStream, name, method)
     if request.param == "c" and not torch.cuda.is_available():
@@ -2345,12 +2349,16 @@ def test_torch_functions_may_come_without_keywords() -> None:
             assert torch.equal(as_tensor(result), other)
 
 
-def test_in_c_a_block_asks_python_nothing(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once a block is known, its adds, norms and hand-overs are the C's alone."""
+@pytest.fixture
+def in_c(request: pytest.FixtureRequest) -> None:
+    """Blocks are run by C alone."""
     if "[c]" not in request.node.name:
         pytest.skip("blocks are run by Python")
+
+
+@pytest.mark.usefixtures("in_c")
+def test_in_c_a_block_asks_python_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a block is known, its adds, norms and hand-overs are the C's alone."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     net, x = Net().to(device), rows().to(device)
     report = patch(net)
@@ -2379,9 +2387,8 @@ def following(net: Net, layer: nn.Module) -> nn.Module:
     return getattr(after, "norm1", after)
 
 
-def test_in_c_nothing_leaks(request: pytest.FixtureRequest) -> None:
-    if "[c]" not in request.node.name:
-        pytest.skip("blocks are run by Python")
+@pytest.mark.usefixtures("in_c")
+def test_in_c_nothing_leaks() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     net, x = Net().to(device), rows().to(device)
     report = patch(net)
@@ -2674,14 +2681,20 @@ def patched_blocks(net: nn.Module, fuse_residual: bool | str) -> list[nn.Module]
     return [module for module in net.modules() if BLOCK in vars(module)]
 
 
-def test_in_c_small_hidden_states_go_through_as_tensors(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "[c]" not in request.node.name:
-        pytest.skip("blocks are run by Python")
+@pytest.fixture
+def small_and_large(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
+    """Hidden states too small for a block's adds to be fused, and some that are not."""
     monkeypatch.setattr(stream, "MIN_ELEMENTS", 4 * 5 * SIZE)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    net, small, large = Net().to(device), rows().to(device), torch.randn(4, 5, SIZE).to(device)
+    return rows().to(device), torch.randn(4, 5, SIZE).to(device)
+
+
+@pytest.mark.usefixtures("in_c")
+def test_in_c_small_hidden_states_go_through_as_tensors(
+    small_and_large: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = small_and_large
+    net = Net().to(small.device)
     expected = net(small)
     report = patch(net)
     with torch.no_grad():
@@ -2703,12 +2716,36 @@ def test_in_c_small_hidden_states_go_through_as_tensors(
     assert report.fused[0].inside > after.inside
 
 
+@pytest.mark.usefixtures("in_c")
+def test_in_c_a_submodule_that_is_replaced_between_small_forwards_sees_no_stream(
+    small_and_large: tuple[Tensor, Tensor],
+) -> None:
+    """A small forward does not ask whether the block is as it was; the next large one does."""
+    small, large = small_and_large
+    net = Net(ShowsItsGate).to(small.device)
+    with torch.no_grad():
+        expected = net(small), net(large)
+        report = patch(net)
+        for _ in range(3):
+            net(large)
+        for layer in net.layers:
+            put(layer, "gate", "setattr", Spy())
+        spied.clear()
+        (before,) = report.fused
+        assert torch.allclose(net(small), expected[0], atol=1e-5)
+        assert report.fused[0].small == before.small + 3
+        assert torch.allclose(net(large), expected[1], atol=1e-5)
+        assert report.fused[0].inside > before.inside
+    assert spied == [Tensor] * 6
+
+
 @pytest.mark.gpu
-def test_small_hidden_states_go_through_as_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_hidden_states_go_through_as_tensors(
+    small_and_large: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An add that takes the GPU less time than a stream takes the CPU is left to the model."""
-    monkeypatch.setattr(stream, "MIN_ELEMENTS", 4 * 5 * SIZE)
+    small, large = small_and_large
     net = Net().cuda()
-    small, large = torch.randn(2, 5, SIZE, device="cuda"), torch.randn(4, 5, SIZE, device="cuda")
     with torch.no_grad():
         expected = net(small), net(large)
         report = patch(net)
