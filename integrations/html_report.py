@@ -208,12 +208,24 @@ def _headline(timing: TimingReport | None) -> list[TimingRow]:
 def _cases(timing: TimingReport | None) -> list[Group]:
     groups = []
     for title, rows in _grouped([] if timing is None else timing.rows).items():
-        slowest = max(row.median_ms for row in rows)
-        groups.append(Group(_times(title), [_speed_bar(row, slowest) for row in rows], rows))
+        scaled = [(row, _scale(row, rows)) for row in rows]
+        slowest = max(row.median_ms * scale for row, scale in scaled)
+        bars = [_speed_bar(row, slowest / scale) for row, scale in scaled]
+        groups.append(Group(_times(title), bars, rows))
     return groups
 
 
+def _scale(row: TimingRow, rows: Sequence[TimingRow]) -> float:
+    """What a time of another process is multiplied by to lie beside those of this one.
+
+    Machines drift between processes: there, too, the unpatched model was timed.
+    """
+    here = [other.median_ms for other in rows if other.contestant == "unpatched"]
+    return here[0] / row.unpatched_ms if row.own_process and here else 1.0
+
+
 def _speed_bar(row: TimingRow, slowest: float) -> Bar:
+    """``slowest``: the milliseconds that fill the track."""
     small = [f"{row.tokens_per_second:,.0f} tokens/s", f"min {_ms(row.min_ms)} ms"]
     if row.kernels is not None:
         small.append(f"{row.kernels:,} kernels")

@@ -2,6 +2,7 @@
 """The page of a comparison: what is on it, that it loads nothing, and how a browser shows it."""
 
 import copy
+import dataclasses
 import json
 import math
 import re
@@ -224,6 +225,17 @@ def test_every_contestant_and_case(found: Found) -> None:
         ["all", "233", "12.00", "233", "8.000"],
     ]
     assert widths(page, "part")[:4] == [75.0, 25.0, 50.0, 16.67]
+
+
+def test_bars_of_another_process_are_as_long_as_its_unpatched_model_says(found: Found) -> None:
+    """It took half as long there: 12 ms against 6 is no faster than 24 against 12."""
+    report = times()
+    slower = dataclasses.replace(report.rows[4], unpatched_ms=6.0, median_ms=12.0, min_ms=9.0)
+    assert slower.own_process
+    report.rows[4] = slower
+    page = Page(render(found | {"timing": report.to_dict()}))
+    assert widths(page, "bar")[:5] == [50.0, *widths(page, "bar")[1:4], 100.0]
+    assert widths(page, "mark")[:5] == [45.0, *widths(page, "mark")[1:4], 75.0]
 
 
 def test_figures_follow_the_report(found: Found) -> None:
