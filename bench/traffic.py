@@ -10,13 +10,10 @@ to x, residual, weight and bias.
 """
 
 import argparse
-import csv
-import io
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import ncu
 import record
 import torch
 from run import need_gpu
@@ -88,35 +85,24 @@ def profile_this(operator, way, direction):
     call = call_of(operator, way, direction)
     for _ in range(WARM):
         call()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.start()
-    for _ in range(CALLS):
-        call()
-    torch.cuda.synchronize()
-    torch.cuda.profiler.stop()
+    with ncu.counted():
+        for _ in range(CALLS):
+            call()
 
 
 def parse(text):
     """(bytes read, bytes written, microseconds, kernels) of a call, from ncu's CSV."""
-    lines = text[text.index('"ID"') :]
-    sums, kernels = dict.fromkeys(METRICS, 0.0), set()
-    for line in csv.DictReader(io.StringIO(lines)):
-        scale = UNITS.get(line["Metric Unit"]) or TIMES[line["Metric Unit"]]
-        sums[line["Metric Name"]] += float(line["Metric Value"].replace(",", "")) * scale
-        kernels.add(line["ID"])
-    return (*(sums[name] / CALLS for name in METRICS), len(kernels) / CALLS)
+    sums, launches = dict.fromkeys(METRICS, 0.0), set()
+    for launch, _, metric, unit, value in ncu.readings(text):
+        sums[metric] += value * (UNITS.get(unit) or TIMES[unit])
+        launches.add(launch)
+    return (*(sums[name] / CALLS for name in METRICS), len(launches) / CALLS)
 
 
 def measure(operator, way, direction):
-    command = [
-        "ncu", "--csv", "--profile-from-start", "off", "--clock-control", "none",
-        "--cache-control", "none", "--metrics", ",".join(METRICS),
-        sys.executable, __file__, "--profile", operator, way, direction,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=120)
-    if '"ID"' not in done.stdout:
-        raise RuntimeError(f"ncu: {(done.stdout + done.stderr)[-500:]}")
-    read, written, micros, kernels = parse(done.stdout)
+    what, options = (operator, way, direction), ("--cache-control", "none")
+    text = ncu.run(__file__, what, METRICS, *options, timeout=120)
+    read, written, micros, kernels = parse(text)
     tensor = ROWS * WIDTH * 2
     return {
         "operator": operator, "way": way, "direction": direction,

@@ -45,7 +45,8 @@ class ClockStub:
 def bench() -> Any:
     """The scripts as modules: they import each other by name, as scripts of one folder do."""
     sys.path.insert(0, str(ROOT / "bench"))
-    names = ("run", "record", "providers", "launch", "plot", "traffic", "e2e", "fidelity")
+    names = ("run", "record", "providers", "launch", "plot", "traffic", "e2e", "fidelity",
+             "bounds", "ncu")  # fmt: skip
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     sys.path.remove(str(ROOT / "bench"))
     for name in names:
@@ -565,6 +566,25 @@ def test_what_the_profiler_counts(bench: Any, monkeypatch: pytest.MonkeyPatch) -
     assert (micros, kernels) == (pytest.approx(100.0), 2)
 
 
+def test_kernels_belong_to_the_case_before_which_they_are_marked(bench: Any) -> None:
+    counted = [("0", "spin_kernel", 1.0), ("1", "norm_forward", 2.0), ("2", "spin_kernel", 3.0)]
+    counted += [("3", "norm_backward", 4.0), ("4", "reduce_partials", 1000.5)]
+    metrics = list(bench.bounds.METRICS.values())
+    text = '==PROF==\n"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n' + "".join(
+        f'"{number}","{kernel}","{metric}","","{value:,}"\n'
+        for number, kernel, value in counted
+        for metric in metrics
+    )
+    cases = bench.bounds.CASES[:2]
+    rows = bench.bounds.parse(text, cases)
+    assert [(row["case"], row["kernel"], row["read"]) for row in rows] == [
+        (cases[0], "norm_forward", 2.0),
+        (cases[1], "norm_backward", 4.0),
+        (cases[1], "reduce_partials", 1000.5),
+    ]
+    assert "4.0 % of the memory's peak" in bench.bounds.line_of(rows[1])
+
+
 def test_every_way_to_add_and_normalise_is_the_same(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -581,7 +601,7 @@ def test_every_way_to_add_and_normalise_is_the_same(
 # The device ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["run", "launch", "traffic"])
+@pytest.mark.parametrize("script", ["run", "launch", "traffic", "bounds"])
 def test_no_gpu_is_one_sentence(bench: Any, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [f"{script}.py"])
