@@ -93,9 +93,11 @@ def opaque(value):
     """``value``, of which the compiler does not know that it is the same.
 
     What is computed from it is computed here, from 2-byte elements say, instead of being kept from
-    earlier in more registers. For NVIDIA GPUs; values of 8 bytes stay as they are.
+    earlier in more registers. For NVIDIA GPUs; values of 8 bytes stay as they are, and so does a
+    single one that does not fill a register.
     """
-    if INTERPRETED or value.dtype.primitive_bitwidth > 32:
+    BITS: tl.constexpr = value.dtype.primitive_bitwidth
+    if INTERPRETED or BITS > 32 or value.numel * BITS < 32:
         return value
     else:
         return tl.inline_asm_elementwise(
@@ -104,7 +106,7 @@ def opaque(value):
             [value],
             dtype=value.dtype,
             is_pure=False,
-            pack=32 // value.dtype.primitive_bitwidth,
+            pack=32 // BITS,
         )
 
 

@@ -75,6 +75,13 @@ def test_compiles_within_limits(target):
 
 
 @pytest.mark.timeout(900)
+def test_rows_of_a_few_elements_compile():
+    """Two elements to a register, and there is only one."""
+    reports = compile_kernels("--targets", "cuda:90", "--widths", "1", "2", "3", "17")
+    assert {report["width"] for report in reports} == {1, 2, 3, 17}
+
+
+@pytest.mark.timeout(900)
 def test_looped_kernels_compile_within_limits():
     reports = compile_kernels(
         "--targets", "cuda:90", "--widths", "65536", "--dtypes", "fp64",
