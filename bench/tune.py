@@ -67,6 +67,7 @@ def cases():
         ("forward", 768), ("forward", 1600), ("forward", 3072), ("forward", 7168),
         ("backward", 2560), ("backward", 6144), ("backward", 3072), ("backward", 7168),
         ("backward", 1600), ("backward", 3584), ("forward", 3584), ("forward", 6144),
+        ("backward", 512), ("backward", 128), ("backward", 64),
     ):  # fmt: skip
         for operator in OPERATORS:
             yield Case(direction, operator, width)
@@ -87,8 +88,11 @@ def candidates(case, names=""):
         apart = [dataclasses.replace(one, apart=True) for one in others if one.num_warps > 1]
         others += [one for one in apart if config.warps_apart(one, 2) > 1 and one.slices == 1]
     if case.direction == "forward" and not OPERATORS[case.operator][1]:
-        others += [dataclasses.replace(one, reloaded=True) for one in others]
-    yield from (one for one in others if one != today(case) and re.search(names, describe(one)))
+        whole = [one for one in others if not launch.is_looped(one, case.width)]
+        others += [dataclasses.replace(one, reloaded=True) for one in whole]
+    yield from (
+        one for one in others if one != today(case) and re.search(names, describe(case, one))
+    )
 
 
 def forward_candidates(width):
@@ -105,6 +109,10 @@ def forward_candidates(width):
                 yield config.LaunchConfig(
                     rows, block, warps, weights_first=first, packed=packed
                 )  # fmt: skip
+    if width >= 16384:
+        for chunk, warps in itertools.product((2048, 4096, 8192, 16384), (8, 16, 32)):
+            if chunk < width and 8 <= chunk // (32 * warps) <= 32:
+                yield config.LaunchConfig(1, chunk, warps)
     if width >= 32768:
         for slice_block, each in itertools.product((4096, 8192, 16384, 32768), (16, 32, 64)):
             slices = triton.cdiv(width, slice_block)
@@ -117,33 +125,38 @@ def forward_candidates(width):
 
 
 def backward_candidates(width):
-    """One to three a multiprocessor, if they spill little or nothing."""
+    """With eight warps or more a multiprocessor, and loads as deep as fits."""
     block = config.next_power_of_2(width)
     shared = launch.gpu_of(torch.device(DEVICE, 0)).shared_memory
-    for tile, warps, stages in itertools.product((4096, 8192, 16384), (4, 8, 16), (1, 2, 3)):
-        rows, each = tile // block, tile // (32 * warps)
-        buffers = 3 * tile * 2 * (stages - 1)  # of the add forms, the larger
-        # Of a tile that is not full, some of a thread's elements are none.
-        if rows < 1 or not 16 <= each <= (32 if block == width else 64) or rows > 64:
-            continue
-        if buffers > shared or (stages == 1 and block < 8192):
-            continue
-        for programs_per_sm in (1, 2, 3):
-            if programs_per_sm * tile > 3 * 8192 or programs_per_sm * buffers > shared:
-                continue
-            one = config.LaunchConfig(
-                rows, block, warps, stages, programs_per_sm=programs_per_sm, packed=True
-            )
+    tiles, depths = (2048, 4096, 8192, 16384), (3, 4, 5, 6)
+    for tile, warps, programs_per_sm, stages in itertools.product(
+        tiles, (2, 4, 8, 16), (1, 2, 3, 4), depths
+    ):
+        rows, each = tile // block, elements_of_thread(width, tile, warps)
+        buffers = 2 * tile * 2 * (stages - 1)  # the add forms have half as much again
+        crowded = programs_per_sm * buffers > shared or programs_per_sm * warps > 16
+        if 1 <= rows <= 128 and 8 <= each <= 48 and programs_per_sm * warps >= 8 and not crowded:
+            one = config.LaunchConfig(rows, block, warps, stages, programs_per_sm, packed=True)
             yield one
-            if each * width <= 40 * block and block < 16384:
+            if each <= 40:
                 yield dataclasses.replace(one, packed=False)
     if width < 12288:
         return
-    for block, warps, programs_per_sm in ((2048, 4, 4), (4096, 8, 2), (4096, 4, 2), (8192, 8, 1)):
+    for block, warps, programs_per_sm in (
+        (1024, 2, 8), (2048, 2, 4), (2048, 4, 3), (2048, 4, 4), (2048, 8, 2), (4096, 8, 2),
+        (4096, 4, 2), (8192, 8, 1),
+    ):  # fmt: skip
         slices = triton.cdiv(width, block)
         if 1 < slices <= config.MAX_SLICES:
             for stages in (3, 4):
                 yield config.LaunchConfig(1, block, warps, stages, programs_per_sm, slices)
+
+
+def elements_of_thread(width, tile, warps):
+    """Of a tile; a turn of all threads that begins within the row counts, also beyond its end."""
+    block, turn = config.next_power_of_2(width), 32 * warps * 8
+    columns = min(block, triton.cdiv(width, turn) * turn)
+    return tile // block * columns // (32 * warps)
 
 
 class Tensors:
@@ -271,12 +284,6 @@ class Tensors:
 def chunk(case):
     """Rows of which float64 copies are made at a time."""
     return max(1, 2**25 // case.width)
-
-
-def compiler_job(case, chosen):
-    if chosen.slices > 1:  # the number of programs limits their registers
-        return case, chosen
-    return case, dataclasses.replace(chosen, programs_per_sm=1)
 
 
 def compile_candidate(job):
@@ -422,7 +429,7 @@ class Timer:
             self.process = None
 
 
-def describe(chosen):
+def describe(case, chosen):
     flags = (
         "w" * chosen.weights_first
         + "p" * chosen.packed
@@ -430,6 +437,8 @@ def describe(chosen):
         + "a" * chosen.apart
     )
     slices = f"/s{chosen.slices}" if chosen.slices > 1 else ""
+    if launch.is_looped(chosen, case.width):
+        slices = f"/c{chosen.block_size}"
     depth = f"q{chosen.num_stages}n{chosen.programs_per_sm}" if chosen.num_stages > 1 else ""
     return f"{chosen.block_rows}x{chosen.num_warps}{flags}{slices}{depth}"
 
@@ -443,7 +452,7 @@ def line(case, found, now):
         return f"{result['share']:.1f}{few} {result['name']}"
 
     timed = [result for result in found if "share" in result]
-    parts = [cell(result) for result in timed if result["name"] == describe(now)][:1] or ["-"]
+    parts = [cell(result) for result in timed if result["name"] == describe(case, now)][:1] or ["-"]
     parts += [cell(r) for r in sorted(timed, key=lambda r: -r["share"])[:2]]
     if case.direction == "forward":
         parts += [cell(r) for r in sorted(timed, key=lambda r: r.get("few_us", 1e9))[:1]]
@@ -479,9 +488,7 @@ def main():
         and (options.widths is None or case.width in options.widths)
     ]
     jobs = list(
-        dict.fromkeys(
-            compiler_job(c, one) for c in chosen_cases for one in candidates(c, options.names)
-        )
+        dict.fromkeys((c, one) for c in chosen_cases for one in candidates(c, options.names))
     )
     print(f"{len(jobs)} kernels of {len(chosen_cases)} cases", flush=True)
     cores = max(1, min(16, os.cpu_count() or 1) - 2)
@@ -503,13 +510,13 @@ def main():
     for case in chosen_cases:
         found = []
         for one in candidates(case, options.names):
-            while compiler_job(case, one) not in compiled and time.monotonic() < end:
+            while (case, one) not in compiled and time.monotonic() < end:
                 compiled.update([next(compiling)])
             if time.monotonic() > end - 1:
                 break
-            resources = compiled[compiler_job(case, one)]
+            resources = compiled[case, one]
             result = {
-                **case._asdict(), "name": describe(one), "rows": one.block_rows,
+                **case._asdict(), "name": describe(case, one), "rows": one.block_rows,
                 "block": one.block_size, "warps": one.num_warps, "stages": one.num_stages,
                 "per_sm": one.programs_per_sm, "slices": one.slices,
                 "weights_first": one.weights_first, "packed": one.packed,

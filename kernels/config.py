@@ -142,6 +142,9 @@ FORWARD = {  # (centered, adds) -> (of rows that fill their block, of rows that 
     (True, True): (FORWARD_ADD_LAYER, FORWARD_ADD_LAYER | MASKED_ADD_LAYER),
 }
 
+# LayerNorm without an add, n_cols -> (columns of a chunk, num_warps), by h200-tune-looped.json.
+LAYER_CHUNKS = {16384: (4096, 16), 24576: (8192, 32), 32768: (8192, 32)}
+
 
 def slice_columns(n_cols: int, slices: int) -> int:
     """Columns of each slice, the last of which may have fewer.
@@ -203,8 +206,13 @@ def forward_config(
     aligned = n_cols % 16 == 0 and not block_size * 7 // 8 < n_cols < block_size
     reloads = not centered and not adds and itemsize <= 4 and aligned
     fits = block_bytes <= (MAX_RELOADED_BLOCK if reloads else MAX_FORWARD_BLOCK) * 2
-    # The widest block has one program a multiprocessor: nothing to do while it waits for its
-    # reductions. RMSNorm does not mind (98 to 99 % of copy); LayerNorm gains 8 to 17 % by slices.
+    # The widest blocks leave a multiprocessor with one program or two, which have nothing to do
+    # while they wait for their reductions. RMSNorm does not mind (98 to 100 % of copy). LayerNorm
+    # of 16384 and 32768 columns is faster in chunks, which take so few registers that many
+    # programs run at once, and with the add, which would have to read the sum again, in slices.
+    if centered and not adds and itemsize == 2 and n_cols in LAYER_CHUNKS:
+        chunk, num_warps = LAYER_CHUNKS[n_cols]
+        return LaunchConfig(1, chunk, num_warps)
     alone = block_bytes == MAX_FORWARD_BLOCK * 2 and centered
     if alone or not fits:
         slices = slices_of(n_cols, itemsize, FORWARD_SLICE, gpu)
@@ -244,41 +252,56 @@ def warps_apart(config: LaunchConfig, itemsize: int) -> int:
 
 
 # Likewise for the backward (bench/results/h200-tune-backward.json): block_size -> (block_rows,
-# num_warps, programs_per_sm, flags "p" packed).
-BACKWARD_NARROW = {64: (64, 8, 1, ""), 128: (64, 8, 1, ""), 256: (32, 8, 1, "")}
-BACKWARD_RMS = BACKWARD_NARROW | {
-    512: (8, 4, 2, ""), 1024: (4, 4, 2, "p"), 2048: (4, 8, 1, "p"), 4096: (2, 8, 1, "p"),
-    8192: (1, 8, 1, "p"), 16384: (1, 8, 1, ""),
+# num_warps, programs_per_sm, num_stages, flags "p" packed). What is on its way to a multiprocessor
+# decides: 60 to 80 KB (up to 98 with an add), programs and stages together, are worth up to 10 %
+# more than 40 KB.
+BACKWARD_RMS = {
+    64: (128, 8, 1, 3, "p"), 128: (64, 8, 1, 3, ""), 256: (8, 4, 2, 4, ""), 512: (8, 8, 1, 5, "p"),
+    1024: (4, 8, 1, 5, ""), 2048: (4, 8, 1, 3, ""), 4096: (2, 8, 1, 3, "p"),
+    8192: (1, 8, 1, 3, "p"), 16384: (1, 16, 1, 3, ""),
 }  # fmt: skip
-BACKWARD_LAYER = BACKWARD_NARROW | {
-    512: (8, 4, 2, ""), 1024: (4, 4, 2, "p"), 2048: (2, 8, 2, "p"), 4096: (2, 8, 1, "p"),
-    8192: (1, 8, 1, ""), 16384: (1, 8, 1, ""),
+BACKWARD_LAYER = {
+    64: (128, 8, 1, 3, ""), 128: (64, 8, 1, 3, ""), 256: (8, 2, 4, 3, "p"), 512: (4, 2, 4, 3, "p"),
+    1024: (2, 4, 2, 5, ""), 2048: (2, 8, 2, 3, "p"), 4096: (2, 16, 1, 4, ""),
+    8192: (1, 8, 1, 3, ""), 16384: (1, 8, 1, 3, ""),
 }  # fmt: skip
-BACKWARD_ADD_RMS = BACKWARD_NARROW | {
-    512: (16, 8, 1, ""), 1024: (4, 4, 2, "p"), 2048: (4, 8, 1, ""), 4096: (2, 8, 1, ""),
-    8192: (1, 8, 1, "p"), 16384: (1, 16, 1, ""),
+BACKWARD_ADD_RMS = {
+    64: (64, 8, 1, 4, ""), 128: (64, 8, 1, 3, ""), 256: (32, 8, 1, 3, ""), 512: (16, 8, 1, 3, ""),
+    1024: (4, 4, 2, 3, "p"), 2048: (4, 8, 1, 3, ""), 4096: (2, 8, 1, 3, ""),
+    8192: (1, 8, 1, 3, "p"), 16384: (1, 16, 1, 3, ""),
 }  # fmt: skip
-BACKWARD_ADD_LAYER = BACKWARD_NARROW | {
-    512: (16, 8, 1, ""), 1024: (8, 8, 1, ""), 2048: (4, 8, 1, "p"), 4096: (2, 8, 1, ""),
-    8192: (1, 8, 1, "p"), 16384: (1, 16, 1, ""),
+BACKWARD_ADD_LAYER = BACKWARD_ADD_RMS | {
+    64: (64, 8, 1, 4, "p"), 1024: (8, 8, 1, 3, ""), 2048: (4, 8, 1, 3, "p"),
 }  # fmt: skip
-MASKED_BACKWARD = {  # without an add, either norm
-    1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 4096: (1, 4, 2, ""), 8192: (1, 8, 1, ""),
+MASKED_BACKWARD_RMS = {
+    768: (2, 4, 3, 4, "p"), 1024: (2, 4, 2, 5, ""), 2048: (1, 4, 3, 4, "p"),
+    2560: (2, 8, 1, 5, ""), 3072: (2, 16, 1, 4, ""), 4096: (1, 8, 1, 6, ""),
+    5120: (1, 8, 1, 5, ""), 6144: (1, 16, 1, 4, "p"), 8192: (1, 8, 1, 3, ""),
 }  # fmt: skip
-MASKED_BACKWARD_RMS = MASKED_BACKWARD | {2560: (4, 8, 1, "p"), 5120: (1, 4, 2, "p")}
+MASKED_BACKWARD_LAYER = {
+    768: (2, 2, 4, 5, "p"), 1024: (2, 4, 2, 5, ""), 2048: (1, 4, 3, 4, ""),
+    2560: (1, 4, 3, 3, ""), 3072: (2, 8, 1, 4, ""), 4096: (1, 4, 2, 3, ""),
+    5120: (1, 8, 1, 5, ""), 6144: (1, 8, 1, 4, "p"), 8192: (1, 16, 1, 4, ""),
+}  # fmt: skip
 MASKED_BACKWARD_ADD_RMS = {
-    1024: (4, 4, 2, ""), 2048: (4, 8, 1, ""), 2560: (1, 4, 2, "p"), 8192: (1, 8, 1, ""),
+    256: (8, 4, 2, 4, ""), 512: (8, 8, 1, 4, ""), 1024: (4, 4, 2, 3, ""), 2048: (4, 8, 1, 3, ""),
+    2560: (1, 4, 2, 3, ""), 5120: (1, 8, 1, 4, "p"), 8192: (1, 8, 1, 3, ""),
 }  # fmt: skip
-MASKED_BACKWARD_ADD_LAYER = {
-    1024: (4, 4, 2, ""), 2048: (2, 4, 2, ""), 2560: (1, 4, 2, "p"), 8192: (1, 8, 1, ""),
-}  # fmt: skip
+MASKED_BACKWARD_ADD_LAYER = MASKED_BACKWARD_ADD_RMS | {2048: (2, 4, 2, 3, "")}
 
 BACKWARD = {  # as FORWARD
     (False, False): (BACKWARD_RMS, BACKWARD_RMS | MASKED_BACKWARD_RMS),
-    (True, False): (BACKWARD_LAYER, BACKWARD_LAYER | MASKED_BACKWARD),
+    (True, False): (BACKWARD_LAYER, BACKWARD_LAYER | MASKED_BACKWARD_LAYER),
     (False, True): (BACKWARD_ADD_RMS, BACKWARD_ADD_RMS | MASKED_BACKWARD_ADD_RMS),
     (True, True): (BACKWARD_ADD_LAYER, BACKWARD_ADD_LAYER | MASKED_BACKWARD_ADD_LAYER),
 }
+
+
+RESERVED = 1024
+"""Bytes of shared memory that each program takes beside its own: of sm_80 and later."""
+
+SCRATCH = 512
+"""Bytes of it in which the warps of a backward exchange their sums, at most."""
 
 
 @cache
@@ -287,30 +310,45 @@ def backward_config(
 ) -> LaunchConfig:
     """Configuration of the persistent backward kernels; arguments as in `forward_config`."""
     block_size = next_power_of_2(n_cols)
-    if block_size * itemsize > MAX_BACKWARD_BLOCK:  # half of the widest block
+    tile = (3 if adds else 2) * block_size * itemsize  # bytes of the inputs of one row
+    # A wider one of RMSNorm's rows that one program has registers for is faster than slices of it,
+    # if it fills most of three turns of 16 warps, and two of it fit shared memory.
+    whole = not centered and itemsize == 2 and 10240 < n_cols <= 12288
+    whole = whole and 2 * tile + SCRATCH <= gpu.shared_memory
+    if block_size * itemsize > MAX_BACKWARD_BLOCK and not whole:  # half of the widest block
         for num_warps in (4, 8):  # 32 bytes of a row a thread
             slices = slices_of(n_cols, itemsize, BACKWARD_SLICE * num_warps // 4, gpu)
             if slices > 1:
                 block_size = next_power_of_2(slice_columns(n_cols, slices))
-                return LaunchConfig(1, block_size, num_warps, 3, 16 // num_warps, slices)
+                warps = num_warps // 2 if adds else num_warps
+                return LaunchConfig(1, block_size, warps, 3, 16 // num_warps, slices)
     # LayerNorm's two gradients of 16384 columns do not fit into registers: 32 and 40 % of copy.
     spills = centered and n_cols > 12288
     if spills or block_size * itemsize > MAX_BACKWARD_BLOCK * 2:
         return LaunchConfig(1, 16384 // itemsize, num_warps=16)
     table = BACKWARD[centered, adds][block_size != n_cols]
-    # A tile of wider elements has as many bytes, in fewer rows.
-    block_rows, num_warps, programs_per_sm, flags = entry(table, n_cols)
-    block_rows = max(least_rows(block_size), block_rows * 2 // itemsize)
-    # The pipeline buffers two tiles of each input.
-    buffers = 2 * (3 if adds else 2) * block_rows * block_size * itemsize
-    while buffers > gpu.shared_memory and block_rows > least_rows(block_size):
-        block_rows, buffers = block_rows // 2, buffers // 2
+    rows, num_warps, programs_per_sm, num_stages, flags = entry(table, n_cols)
+    # A tile of wider elements has as many bytes, in fewer rows, or is not loaded as deep.
+    block_rows = max(least_rows(block_size), rows * 2 // itemsize)
+    num_stages = max(3, 1 + (num_stages - 1) * 2 * rows // (block_rows * itemsize))
+    while (
+        programs_per_sm * ((num_stages - 1) * block_rows * tile + SCRATCH + RESERVED)
+        > gpu.shared_memory + RESERVED
+    ):
+        if num_stages > 3:
+            num_stages -= 1
+        elif programs_per_sm > 1:
+            programs_per_sm -= 1
+        elif block_rows > least_rows(block_size):
+            block_rows //= 2
+        else:
+            num_stages = 1  # no pipeline, and no buffers
     return LaunchConfig(
         block_rows,
         block_size,
         num_warps,
-        num_stages=3 if buffers <= gpu.shared_memory else 1,
-        programs_per_sm=programs_per_sm,
+        num_stages,
+        programs_per_sm,
         packed="p" in flags and itemsize == 2 and NVIDIA,
     )
 

@@ -18,8 +18,8 @@ leaves out what it stands for.
 LayerNorm's statistics are the corrected two-pass ones (Chan, Golub & LeVeque 1983, "Algorithms for
 computing the sample variance", eq. 1.7): the second pass also sums the deviations, which cancels
 the rounding error of the first mean. A constant row therefore centres to exactly zero. The parts of
-a row (its warps' columns, its slices or chunks) have their statistics merged by the update of the
-same paper (eq. 2.1).
+a row that are summed up apart (its warps' columns, its slices) have their statistics merged by the
+update of the same paper (eq. 2.1).
 """
 
 import triton
@@ -304,6 +304,22 @@ def norm_forward_kernel(
     tl.store(y_ptr + y_offsets, round_to(y, Y_DTYPE), mask=mask)
 
 
+@triton.jit
+def chunk_columns(begin, N_COLS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The columns of a chunk, and which of them are in the row, each (BLOCK_SIZE,)."""
+    cols = begin + tl.arange(0, BLOCK_SIZE)
+    if N_COLS % BLOCK_SIZE == 0:
+        return cols, tl.full((BLOCK_SIZE,), True, tl.int1)
+    else:
+        return cols, cols < N_COLS
+
+
+@triton.jit
+def load_chunk(ptr, cols, mask, ACC, EVICTION: tl.constexpr):
+    """Columns of a row, (1, BLOCK_SIZE), zero where there are none."""
+    return tl.load(ptr + cols[None, :], mask=mask, other=0.0, eviction_policy=EVICTION).to(ACC)
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_inner"])
 def norm_forward_looped_kernel(
     x_ptr,
@@ -330,9 +346,10 @@ def norm_forward_looped_kernel(
     BLOCK_SIZE: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """One row a program (BLOCK_ROWS is 1), in chunks of BLOCK_SIZE columns, read twice.
+    """One row a program (BLOCK_ROWS is 1), in chunks of BLOCK_SIZE columns.
 
-    The second read comes from L2 as long as the rows in flight fit there.
+    Nothing of a row is kept but its sums: for each pass over it the row is loaded again, from L1 or
+    L2 as long as the rows in flight fit there. RMSNorm makes two passes, LayerNorm three.
     """
     S_DTYPE: tl.constexpr = (x_ptr if sum_ptr is None else sum_ptr).dtype.element_ty
     Y_DTYPE: tl.constexpr = y_ptr.dtype.element_ty
@@ -346,51 +363,51 @@ def norm_forward_looped_kernel(
         residual_ptr += row_offsets(row, n_inner, residual_outer_stride, residual_row_stride)
         sum_ptr += row * y_row_stride
 
-    mean = tl.zeros((1,), dtype=ACC)
-    m2 = tl.zeros((1,), dtype=ACC)  # CENTERED: sum of squared deviations so far
-    squares = tl.zeros((1, BLOCK_SIZE), dtype=ACC)  # otherwise: squares, one sum a lane
+    totals = tl.zeros((1, BLOCK_SIZE), dtype=ACC)  # one a lane, of s if CENTERED, else of squares
     for begin in range(0, N_COLS, BLOCK_SIZE):
-        cols = begin + tl.arange(0, BLOCK_SIZE)
-        mask = (cols < N_COLS)[None, :]
-        s = tl.load(x_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
+        cols, col_mask = chunk_columns(begin, N_COLS, BLOCK_SIZE)
+        mask = col_mask[None, :]
+        s = load_chunk(x_ptr, cols, mask, ACC, "evict_last" if residual_ptr is None else "")
         if residual_ptr is not None:
-            residual = tl.load(residual_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
+            residual = load_chunk(residual_ptr, cols, mask, ACC, "")
             summed = round_to(residual + s, S_DTYPE)
             tl.store(sum_ptr + cols[None, :], summed, mask=mask)
             s = summed.to(ACC)
-        if CENTERED:
-            count = tl.cast(tl.minimum(N_COLS - begin, BLOCK_SIZE), ACC)
-            before = tl.cast(begin, ACC)
-            chunk_mean, chunk_m2 = moments(s, s, cols < N_COLS, count, 0, True, False)
-            # The first chunk's mean is taken as it is, so that constant rows stay exact.
-            mean = tl.where(begin == 0, chunk_mean, mean)
-            delta = chunk_mean - mean
-            weight_of_chunk = divide(count, before + count)
-            mean += delta * weight_of_chunk
-            m2 += chunk_m2 + delta * delta * (before * weight_of_chunk)
-        else:
-            squares += s * s
+        totals += s if CENTERED else s * s
+    if residual_ptr is not None:
+        x_ptr = sum_ptr
+        tl.debug_barrier()  # the sums that other threads stored must be visible
 
+    mean = tl.zeros((1,), dtype=ACC)
     if CENTERED:
+        mean = divide_by(tl.sum(totals, axis=1), N_COLS)
+        sums = tl.zeros((1, BLOCK_SIZE), dtype=ACC)
+        squares = tl.zeros((1, BLOCK_SIZE), dtype=ACC)
+        for begin in range(0, N_COLS, BLOCK_SIZE):
+            cols, col_mask = chunk_columns(begin, N_COLS, BLOCK_SIZE)
+            s = load_chunk(x_ptr, cols, col_mask[None, :], ACC, "evict_last")
+            deviation = tl.where(col_mask[None, :], s - mean[:, None], 0.0)
+            sums += deviation
+            squares += deviation * deviation
+        sums, squares = sum_both(sums, squares)
+        correction = divide_by(sums, N_COLS)
+        mean += correction
+        m2 = corrected(squares, sums, correction)
         variance = tl.maximum(divide_by(m2, N_COLS), 0.0, propagate_nan=tl.PropagateNan.ALL)
         if mean_ptr is not None:
             tl.store(mean_ptr + row + tl.arange(0, 1), mean)
     else:
-        variance = divide_by(tl.sum(squares, axis=1), N_COLS)
+        variance = divide_by(tl.sum(totals, axis=1), N_COLS)
     rstd = reciprocal_root(variance, eps)  # eps inside the root: PyTorch's convention
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row + tl.arange(0, 1), rstd)
 
-    if residual_ptr is not None:
-        x_ptr = sum_ptr
-        tl.debug_barrier()  # the sums that other threads stored must be visible
     for begin in range(0, N_COLS, BLOCK_SIZE):
-        cols = begin + tl.arange(0, BLOCK_SIZE)
-        col_mask = cols < N_COLS
+        cols, col_mask = chunk_columns(begin, N_COLS, BLOCK_SIZE)
         mask = col_mask[None, :]
-        s = tl.load(x_ptr + cols[None, :], mask=mask, other=0.0).to(ACC)
+        s = load_chunk(x_ptr, cols, mask, ACC, "evict_first")
         if CENTERED:
-            s = tl.where(mask, s - mean[:, None], 0.0)
+            s -= mean[:, None]
         y = scale_and_shift(
             s * rstd[:, None],
             weight_ptr,

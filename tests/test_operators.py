@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values, dtypes and layouts of the four operators, forward and backward."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,9 @@ EPS = 1e-5
 SIZES = [(h, dtype) for h in (1, 3, 64, 100, 128, 1000) for dtype in DTYPES]
 SIZES += [(h, dtype) for h in (2, 17, 127) for dtype in (BF16, FP32)]
 SIZES += [(1024, BF16), (1025, FP32), (4096, FP16), (4096, FP64), (5000, FP32), (5000, BF16)]
-GPU_SIZES = [(h, dtype) for h in (2048, 8192, 11008, 16384, 32768, 40000) for dtype in DTYPES]
+SIZES += [(16384, BF16)]
+GPU_SIZES = [(h, dtype) for h in (2048, 8192, 11008, 32768, 40000) for dtype in DTYPES]
+GPU_SIZES += [(16384, dtype) for dtype in (FP16, FP32, FP64)]
 GPU_SIZES += [(h, dtype) for h in (65536, 262144) for dtype in (BF16, FP32, FP64)]
 ALL_SIZES = SIZES + [pytest.param(*size, marks=pytest.mark.gpu) for size in GPU_SIZES]
 
@@ -295,6 +299,44 @@ def test_rows_are_sliced_only_where_all_their_programs_fit(monkeypatch):
     assert config.backward_config.__wrapped__(65536, 2, False, False, config.Gpu(15)).slices == 1
     assert config.backward_config.__wrapped__(65537, 2, False, False, config.Gpu(132)).slices == 1
     assert config.backward_config.__wrapped__(65536, 8, False, False, config.Gpu(132)).slices == 1
+
+
+@pytest.mark.parametrize("kilobytes", [64, 99, 163, 227])
+def test_the_programs_that_the_backward_counts_on_fit_together(kilobytes, monkeypatch):
+    """Those that do not would run after the others, with most of the multiprocessors idle."""
+    config = pytest.importorskip("fusedops.kernels.config")
+    monkeypatch.setattr(config, "NVIDIA", True)
+    monkeypatch.setattr(config, "least_rows", lambda block_size: 1)
+    gpu = config.Gpu(132, kilobytes * 1024)
+    for n_cols in (*range(1, 16384, 61), 768, *(2**k for k in range(14))):
+        for itemsize, centered, adds in itertools.product((2, 4, 8), (False, True), (False, True)):
+            chosen = config.backward_config.__wrapped__(n_cols, itemsize, centered, adds, gpu)
+            if chosen.slices > 1 or chosen.block_size < n_cols:
+                continue
+            assert chosen.block_rows >= 1
+            row = (3 if adds else 2) * chosen.block_size * itemsize
+            buffers = (chosen.num_stages - 1) * chosen.block_rows * row
+            # A multiprocessor has a kilobyte more than a program may take, and reserves one a
+            # program; the warps exchange their sums in some more.
+            taken = chosen.programs_per_sm * (buffers + 512 + 1024)
+            assert buffers == 0 or taken <= (kilobytes + 1) * 1024, (n_cols, itemsize, chosen)
+
+
+def test_only_layer_norms_widest_blocks_are_walked_over_in_chunks(monkeypatch):
+    config = pytest.importorskip("fusedops.kernels.config")
+    launch = pytest.importorskip("fusedops.kernels.launch")
+    monkeypatch.setattr(config, "NVIDIA", True)
+    choose, gpu = config.forward_config.__wrapped__, config.Gpu(132)
+
+    def chunks(n_cols, itemsize=2, centered=True, adds=False):
+        return launch.is_looped(choose(n_cols, itemsize, centered, adds, gpu), n_cols)
+
+    assert chunks(16384)
+    assert chunks(32768)
+    assert not any(map(chunks, (8192, 12288, 14336, 16400, 20480, 65536)))
+    assert not any(chunks(n, 4) for n in (8192, 12288, 16384))
+    assert not chunks(16384, centered=False)
+    assert not chunks(16384, adds=True)
 
 
 @pytest.mark.parametrize("shape", [(3000,), (5, 11, 40), (3, 1, 5, 3, 48)], ids=str)
