@@ -28,6 +28,7 @@ from fusedops.kernels.arithmetic import (
     start,
     start_next,
     sum_both,
+    widen,
 )
 from fusedops.kernels.exchange import look, receive, send, take_ticket
 
@@ -48,7 +49,7 @@ def load_weight(weight_ptr, cols, col_mask, ACC, WEIGHT_OFFSET):
 
 @triton.jit
 def as_factor(weight, ACC, WEIGHT_OFFSET):
-    weight = weight.to(ACC)
+    weight = widen(weight, ACC)
     if WEIGHT_OFFSET != 0.0:
         weight += WEIGHT_OFFSET
     return weight[None, :]
@@ -60,7 +61,7 @@ def normalised(s, mean, rstd, mask, ACC, CENTERED: tl.constexpr, MASKED: tl.cons
 
     What is no row at all was loaded as zeros.
     """
-    x_hat = s.to(ACC)
+    x_hat = widen(s, ACC)
     if CENTERED:
         x_hat -= mean
         if MASKED:
@@ -102,7 +103,7 @@ def walk_over_tile(
     if CENTERED:
         mean = tl.load(mean_ptr + rows, mask=row_mask, other=0.0)[:, None]
     x_hat = normalised(s, mean, rstd, columns, ACC, CENTERED, MASKED)
-    g = dy.to(ACC)
+    g = widen(dy, ACC)
     if dweight_ptr is not None:
         dweight += g * x_hat
     if dbias_ptr is not None:
@@ -118,7 +119,7 @@ def walk_over_tile(
         gx_mean = divide_by(gx_sum, N_COLS)[:, None]
         if PACKED:
             x_hat = normalised(opaque(s), mean, rstd, columns, ACC, CENTERED, MASKED)
-            g = opaque(dy).to(ACC)
+            g = widen(opaque(dy), ACC)
             if weight_ptr is not None:
                 g *= as_factor(opaque(stored_weight), ACC, WEIGHT_OFFSET)
         ds = g - x_hat * gx_mean
@@ -127,9 +128,8 @@ def walk_over_tile(
         ds *= rstd
         if dsum_ptr is not None:
             dsum_offsets = row_offsets(rows, n_inner, dsum_outer_stride, dsum_row_stride)
-            ds += tl.load(
-                dsum_ptr + dsum_offsets[:, None] + cols[None, :], mask=mask, other=0.0
-            ).to(ACC)
+            dsum_ptrs = dsum_ptr + dsum_offsets[:, None] + cols[None, :]
+            ds += widen(tl.load(dsum_ptrs, mask=mask, other=0.0), ACC)
         ds_offsets = (rows * ds_row_stride)[:, None] + cols[None, :]
         tl.store(ds_ptr + ds_offsets, round_to(ds, ds_ptr.dtype.element_ty), mask=mask)
     return dweight, dbias
@@ -314,7 +314,7 @@ def norm_backward_sliced_kernel(
             next_mean = tl.load(mean_ptr + next_row, mask=there, other=0.0)
 
         x_hat = normalised(next_s, next_mean, next_rstd, mask, tl.float32, CENTERED, MASKED)
-        g = next_dy.to(tl.float32)
+        g = widen(next_dy, tl.float32)
         if dweight_ptr is not None:
             dweight += g * x_hat
         if dbias_ptr is not None:
@@ -342,10 +342,10 @@ def norm_backward_sliced_kernel(
                     dsum_ptr, row, here, cols, n_inner, dsum_outer_stride, dsum_row_stride
                 )
             gx_sums, g_sums = receive(slots, expected, seen)
-            ds = dy.to(tl.float32)
+            ds = widen(dy, tl.float32)
             if weight_ptr is not None:
                 ds *= weight
-            s = s.to(tl.float32)
+            s = widen(s, tl.float32)
             if CENTERED:
                 s -= mean
             ds -= s * (rstd * divide_by(tl.sum(gx_sums, axis=0), N_COLS))
@@ -353,7 +353,7 @@ def norm_backward_sliced_kernel(
                 ds -= divide_by(tl.sum(g_sums, axis=0), N_COLS)
             ds *= rstd
             if dsum_ptr is not None:
-                ds += dsum.to(tl.float32)
+                ds += widen(dsum, tl.float32)
             tl.store(
                 ds_ptr + row * ds_row_stride + cols[None, :],
                 round_to(ds, ds_ptr.dtype.element_ty),

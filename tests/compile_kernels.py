@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fusedops.kernels import config, launch
+from fusedops.kernels import arithmetic, config, launch
 
 TYPES = {
     torch.float16: "*fp16",
@@ -143,6 +144,7 @@ def main():
             GPUTarget(backend, int(arch), 32) if backend == "cuda" else GPUTarget(backend, arch, 64)
         )
         config.NVIDIA = backend == "cuda"
+        arithmetic.NVIDIA = tl.constexpr(config.NVIDIA)
         gpu = gpu_like(target)
         launch.gpu_of = lambda device, gpu=gpu: gpu
         config.forward_config.cache_clear()
