@@ -149,7 +149,10 @@ def backward_candidates(width):
         slices = triton.cdiv(width, block)
         if 1 < slices <= config.MAX_SLICES:
             for stages in (3, 4):
-                yield config.LaunchConfig(1, block, warps, stages, programs_per_sm, slices)
+                one = config.LaunchConfig(1, block, warps, stages, programs_per_sm, slices)
+                yield one
+                if slices * warps <= 32:  # one message for each thread of a warp that receives them
+                    yield dataclasses.replace(one, apart=True)
 
 
 def elements_of_thread(width, tile, warps):

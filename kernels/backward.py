@@ -221,6 +221,13 @@ def norm_backward_kernel(
         store_sum(dbias, dbias_partial_ptr + offsets, dbias_ptr + cols, col_mask, alone)
 
 
+@triton.jit
+def sum_by_warps(values, EACH: tl.constexpr, WARPS: tl.constexpr):
+    """What each warp has of a row (1, BLOCK_SIZE), whose columns they hold in turn: (WARPS,)."""
+    turns = tl.reshape(values, (values.shape[1] // (EACH * WARPS), WARPS, EACH))
+    return tl.sum(tl.sum(turns, axis=0), axis=1)
+
+
 LAG = tl.constexpr(2)  # one and three turns were slower
 
 
@@ -260,6 +267,7 @@ def norm_backward_sliced_kernel(
     BLOCK_SIZE: tl.constexpr,
     SLICE_COLS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    WARPS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     """Persistent, for rows whose weight gradients do not fit one program's registers (not fp64).
@@ -269,8 +277,13 @@ def norm_backward_sliced_kernel(
     program sends the sums of its next row, and then finishes the one LAG rows before, whose
     messages have had the time of LAG turns to arrive. That row is loaded again, from the L2 cache:
     there are no registers to keep it in.
+
+    With WARPS > 1 each of the program's warps sends the sums of its own columns, and none waits for
+    another before it does.
     """
     N_SLICES: tl.constexpr = (N_COLS - 1) // SLICE_COLS + 1
+    N_PARTS: tl.constexpr = N_SLICES * WARPS
+    EACH: tl.constexpr = 4096 // s_ptr.dtype.element_ty.primitive_bitwidth  # 16 bytes a thread
     MASKED: tl.constexpr = N_SLICES * BLOCK_SIZE != N_COLS
 
     start(OVERLAPPED)
@@ -301,7 +314,7 @@ def norm_backward_sliced_kernel(
         started = row >= 0
         there = next_row < n_rows
         if ds_ptr is not None:
-            slots, expected, seen = look(exchange_ptr, row, started, N_SLICES)
+            slots, expected, seen = look(exchange_ptr, row, started, N_PARTS)
         next_s = load_slice(
             s_ptr, next_row, mask & there, cols, n_inner, s_outer_stride, s_row_stride
         )
@@ -322,13 +335,17 @@ def norm_backward_sliced_kernel(
         if ds_ptr is not None:
             if weight_ptr is not None:
                 g *= weight
-            if CENTERED:
+            if WARPS > 1:
+                gx_sum = sum_by_warps(g * x_hat, EACH, WARPS)
+                g_sum = sum_by_warps(g, EACH, WARPS) if CENTERED else gx_sum
+            elif CENTERED:
                 gx_sum, g_sum = sum_both(g * x_hat, g)
             else:
                 gx_sum = tl.sum(g * x_hat, axis=1)
                 g_sum = gx_sum
-            sent = tl.full((1,), 0, tl.int64) + next_row
-            send(exchange_ptr, sent, index, gx_sum, g_sum, sent < n_rows, N_SLICES)
+            sent = tl.full((WARPS,), 0, tl.int64) + next_row
+            part = index * WARPS + tl.arange(0, WARPS)
+            send(exchange_ptr, sent, part, gx_sum, g_sum, sent < n_rows, N_PARTS, WARPS > 1)
 
             here = mask & started
             s = load_slice(s_ptr, row, here, cols, n_inner, s_outer_stride, s_row_stride)

@@ -43,7 +43,8 @@ class LaunchConfig:
         converted each time.
     reloaded: the forward loads x again once it has the statistics, instead of keeping it.
     apart: each warp makes LayerNorm's statistics of its own columns of a row by itself, and the
-        warps then exchange them once instead of twice.
+        warps then exchange them once instead of twice. In the backward's slices each warp sends
+        the sums of its own columns to the other slices, and the warps exchange nothing.
     """
 
     block_rows: int
@@ -245,7 +246,7 @@ def forward_config(
 
 
 def warps_apart(config: LaunchConfig, itemsize: int) -> int:
-    """How many warps make LayerNorm's statistics of a row each by itself; 1 for all together."""
+    """How many warps make their part of a row's sums each by itself; 1 for all together."""
     turn = config.num_warps * 512 // itemsize  # each of their threads loads 16 bytes at a time
     whole = config.block_rows == 1 and config.block_size >= turn
     return config.num_warps if config.apart and whole else 1

@@ -27,9 +27,9 @@ EMPTY = tl.constexpr(-1)
 SLOTS = tl.constexpr(16)  # a line of the cache away from the counter
 
 
-def exchange_size(n_rows: int, n_slices: int) -> int:
-    """Elements of the memory for ``n_rows`` rows of ``n_slices`` slices."""
-    return SLOTS.value + n_rows * n_slices
+def exchange_size(n_rows: int, n_parts: int) -> int:
+    """Elements of the memory for ``n_rows`` rows of ``n_parts`` parts."""
+    return SLOTS.value + n_rows * n_parts
 
 
 @triton.jit
@@ -39,13 +39,37 @@ def take_ticket(exchange_ptr):
 
 
 @triton.jit
-def send(exchange_ptr, row, index, a, b, mask, N_SLICES: tl.constexpr):
-    """Slice ``index`` of each of ``row`` (rows,) tells fp32 a and b (rows,), where ``mask``."""
+def send(
+    exchange_ptr, row, part, a, b, mask, N_PARTS: tl.constexpr, BY_WARPS: tl.constexpr = False
+):
+    """Part ``part`` of each of ``row`` (rows,) tells fp32 a and b (rows,), where ``mask``.
+
+    BY_WARPS: element i belongs to warp i, which stores it without asking the others. Its threads
+    all store the same.
+    """
     high = a.to(tl.int32, bitcast=True).to(tl.int64) << 32
     low = b.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     message = high | low
     message = tl.where(message == EMPTY, EMPTY - 1, message)  # both stand for two NaNs
-    tl.atomic_xchg(exchange_ptr + SLOTS + row * N_SLICES + index, message, mask=mask, sem="relaxed")
+    slots = exchange_ptr + SLOTS + row * N_PARTS + part
+    if BY_WARPS and not INTERPRETED:
+        tl.inline_asm_elementwise(
+            """
+            {
+                .reg .pred sends;
+                setp.ne.s32 sends, $3, 0;
+                @sends st.relaxed.gpu.global.b64 [$1], $2;
+                mov.b32 $0, 0;
+            }
+            """,
+            "=r,l,l,r",
+            [slots, message, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.atomic_xchg(slots, message, mask=mask, sem="relaxed")
 
 
 @triton.jit

@@ -105,11 +105,11 @@ def row_strides(rows: Tensor | None, n_rows: int) -> tuple[int | None, int | Non
     return (rows.shape[-1] if n_rows == 1 else rows.stride(0)), None
 
 
-def exchange_memory(n_rows: int, slices: int, device: torch.device) -> Tensor | None:
+def exchange_memory(n_rows: int, parts: int, device: torch.device) -> Tensor | None:
     """What programs that share rows tell each other through; None where none do."""
-    if slices == 1:
+    if parts == 1:
         return None
-    size = exchange_size(n_rows, slices)
+    size = exchange_size(n_rows, parts)
     return torch.full((size,), EMPTY.value, dtype=torch.int64, device=device)
 
 
@@ -252,12 +252,14 @@ def prepare_backward(
     strides = (*s_strides, *dy_strides, *row_strides(dsum, n_rows), n_cols)
     calls = []
     if config.slices > 1:
+        warps = warps_apart(config, s.dtype.itemsize)
         meta |= {
             "SLICE_COLS": slice_columns(n_cols, config.slices),
             "NUM_STAGES": config.num_stages,
+            "WARPS": warps,
             **register_option(config),
         }
-        exchange = exchange_memory(n_rows, config.slices, device)
+        exchange = exchange_memory(n_rows, config.slices * warps, device)
         arguments = (*inputs, ds, *partials, *gradients, exchange, *counts, *strides)
         grid = (n_partials * config.slices,)
         calls.append(Call(norm_backward_sliced_kernel, grid, arguments, meta))

@@ -8,6 +8,7 @@ launches instead of making them, compiles each for each target, and prints one J
 """
 
 import argparse
+import dataclasses
 import json
 import re
 import subprocess
@@ -129,6 +130,11 @@ def gpu_like(target):
     return config.Gpu(132, shared, overlaps=target.arch >= 90)
 
 
+def sums_by_warps(*arguments):
+    chosen = config.backward_config(*arguments)
+    return dataclasses.replace(chosen, apart=chosen.slices > 1)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument(
@@ -137,7 +143,10 @@ def main():
     parser.add_argument("--widths", nargs="+", type=int, default=[128, 4096, 65536])
     parser.add_argument("--dtypes", nargs="+", default=["bf16"])
     parser.add_argument("--operators", nargs="+", default=list(OPERATORS))
+    parser.add_argument("--apart", action="store_true", help="sums by warps, where rows are sliced")
     options = parser.parse_args()
+    if options.apart:
+        launch.backward_config = sums_by_warps
     for name in options.targets:
         backend, arch = name.split(":")
         target = (

@@ -127,26 +127,22 @@ def test_rows_in_chunks_as_accurate_as_torch(
 
 
 @pytest.fixture
-def sliced(fresh_plans, monkeypatch):
-    """Rows are shared by three programs, as very long ones are.
+def shares_rows(fresh_plans, monkeypatch):
+    """A function that makes all rows be shared, as very long ones are: (its name, configuration).
 
     The interpreter runs one program after another, so none could wait for another's message there.
     Each kernel is launched twice instead: messages do not depend on those received, and at the
     second launch all are there. What the first one wrote, the second overwrites.
     """
     from fusedops.kernels import launch
-    from fusedops.kernels.config import LaunchConfig
 
     if fusedops.dispatch.INTERPRETED and launch.TRITON_RELEASE == "3.9":
         pytest.skip("Triton 3.9's interpreter takes comparisons of scalars for integers, not masks")
-    config = LaunchConfig(1, 64, num_warps=4, num_stages=3, programs_per_sm=2, slices=3)
-    for name in ("forward_config", "backward_config"):
-        monkeypatch.setattr(launch, name, lambda *_: config)
     run = launch.run
 
     def run_twice(call, device):
         run(call, device)
-        if "SLICE_COLS" in call.meta:
+        if call.meta.get("SLICE_COLS", call.meta.get("N_COLS")) != call.meta.get("N_COLS"):
             exchange = next(a for a in call.arguments if getattr(a, "dtype", None) == torch.int64)
             assert (exchange != -1).sum() == exchange.numel() - 15  # all programs came and sent
             exchange[0] = -1
@@ -154,7 +150,41 @@ def sliced(fresh_plans, monkeypatch):
 
     if fusedops.dispatch.INTERPRETED:
         monkeypatch.setattr(launch, "run", run_twice)
-    return config
+    return lambda name, config: monkeypatch.setattr(launch, name, lambda *_: config)
+
+
+@pytest.fixture
+def sliced(shares_rows):
+    """Rows are shared by three programs."""
+    from fusedops.kernels.config import LaunchConfig
+
+    config = LaunchConfig(1, 64, num_warps=4, num_stages=3, programs_per_sm=2, slices=3)
+    for name in ("forward_config", "backward_config"):
+        shares_rows(name, config)
+
+
+@pytest.fixture
+def sliced_by_warps(shares_rows):
+    """Three programs share a row in the backward, and each of their warps sends its own sums."""
+    from fusedops.kernels.config import LaunchConfig, warps_apart
+
+    config = LaunchConfig(1, 1024, 2, num_stages=3, programs_per_sm=2, slices=3, apart=True)
+    assert warps_apart(config, 2) == warps_apart(config, 4) == 2
+    shares_rows("backward_config", config)
+
+
+@pytest.mark.usefixtures("kernels_run", "sliced_by_warps")
+@pytest.mark.parametrize(("hidden_size", "dtype"), [(3072, BF16), (2200, FP32), (3000, FP16)])
+def test_slices_whose_warps_send_as_accurate_as_torch(
+    op, hidden_size, dtype, device, check_against
+):
+    """Also where some warps have none of the row's columns."""
+    inputs = op.inputs((8, hidden_size), dtype, device)
+    grads = upstream(op, inputs)
+    check_against(op.torch_function(), op, inputs, grads)
+    together = op.run(inputs, *grads).grads["x"]
+    row = {name: t[5] if t.dim() > 1 else t for name, t in inputs.items()}
+    assert torch.equal(op.run(row, *(g[5] for g in grads)).grads["x"], together[5])
 
 
 @pytest.mark.usefixtures("kernels_run", "sliced")
