@@ -144,7 +144,12 @@ FORWARD = {  # (centered, adds) -> (of rows that fill their block, of rows that 
 }
 
 # LayerNorm without an add, n_cols -> (columns of a chunk, num_warps), by h200-tune-looped.json.
-LAYER_CHUNKS = {16384: (4096, 16), 24576: (8192, 32), 32768: (8192, 32)}
+LAYER_CHUNKS = {16384: (4096, 16), 32768: (8192, 32)}
+
+
+def most_warps() -> int:
+    """Of a program, which has 1024 threads at most; AMD's warps have 64."""
+    return 32 if NVIDIA else 16
 
 
 def slice_columns(n_cols: int, slices: int) -> int:
@@ -211,7 +216,9 @@ def forward_config(
     # while they wait for their reductions. RMSNorm does not mind (98 to 100 % of copy). LayerNorm
     # of 16384 and 32768 columns is faster in chunks, which take so few registers that many
     # programs run at once, and with the add, which would have to read the sum again, in slices.
-    if centered and not adds and itemsize == 2 and n_cols in LAYER_CHUNKS:
+    # Where a multiprocessor runs 1536 threads (sm_86, sm_89, sm_120), it would run one of them.
+    chunked = centered and not adds and itemsize == 2 and NVIDIA
+    if chunked and n_cols in LAYER_CHUNKS and gpu.shared_memory > 100 * 1024:
         chunk, num_warps = LAYER_CHUNKS[n_cols]
         return LaunchConfig(1, chunk, num_warps)
     alone = block_bytes == MAX_FORWARD_BLOCK * 2 and centered
@@ -228,7 +235,7 @@ def forward_config(
                 packed=itemsize == 2 and not (centered and adds),
             )
     if not fits:
-        return LaunchConfig(1, 32768 // itemsize, num_warps=32 if itemsize == 2 else 16)
+        return LaunchConfig(1, 32768 // itemsize, num_warps=most_warps() if itemsize == 2 else 16)
     table = FORWARD[centered, adds][block_size != n_cols]
     # fp64 takes two registers a value.
     block_rows, num_warps, flags = entry(table, n_cols * 2 if itemsize == 8 else n_cols)
@@ -237,7 +244,7 @@ def forward_config(
     return LaunchConfig(
         max(block_rows, least_rows(block_size)),
         block_size,
-        num_warps,
+        min(num_warps, most_warps()),
         weights_first="w" in flags and itemsize < 8,
         packed="p" in flags and itemsize == 2 and NVIDIA,
         reloaded="r" in flags,
@@ -253,9 +260,8 @@ def warps_apart(config: LaunchConfig, itemsize: int) -> int:
 
 
 # Likewise for the backward (bench/results/h200-tune-backward.json): block_size -> (block_rows,
-# num_warps, programs_per_sm, num_stages, flags "p" packed). What is on its way to a multiprocessor
-# decides: 60 to 80 KB (up to 98 with an add), programs and stages together, are worth up to 10 %
-# more than 40 KB.
+# num_warps, programs_per_sm, num_stages, flags "p" packed). Most have 60 to 80 KB on their way to a
+# multiprocessor (up to 98 with an add), programs and stages together; 40 KB have cost up to 10 %.
 BACKWARD_RMS = {
     64: (128, 8, 1, 3, "p"), 128: (64, 8, 1, 3, ""), 256: (8, 4, 2, 4, ""), 512: (8, 8, 1, 5, "p"),
     1024: (4, 8, 1, 5, ""), 2048: (4, 8, 1, 3, ""), 4096: (2, 8, 1, 3, "p"),
@@ -302,7 +308,10 @@ RESERVED = 1024
 """Bytes of shared memory that each program takes beside its own: of sm_80 and later."""
 
 SCRATCH = 512
-"""Bytes of it in which the warps of a backward exchange their sums, at most."""
+"""Bytes of it in which the warps of a backward exchange their sums, where it is short of them.
+
+Tiles of many short rows take up to 2048, far from the limit.
+"""
 
 
 @cache
@@ -319,10 +328,14 @@ def backward_config(
     if block_size * itemsize > MAX_BACKWARD_BLOCK and not whole:  # half of the widest block
         for num_warps in (4, 8):  # 32 bytes of a row a thread
             slices = slices_of(n_cols, itemsize, BACKWARD_SLICE * num_warps // 4, gpu)
-            if slices > 1:
-                block_size = next_power_of_2(slice_columns(n_cols, slices))
+            block_size = next_power_of_2(slice_columns(n_cols, slices))
+            # Two tiles ahead of each input, s and dy for both of their uses.
+            taken = 2 * (5 if adds else 4) * block_size * itemsize + SCRATCH + RESERVED
+            programs_per_sm = min(16 // num_warps, (gpu.shared_memory + RESERVED) // taken)
+            if slices > 1 and programs_per_sm > 0:
                 warps = num_warps // 2 if adds else num_warps
-                return LaunchConfig(1, block_size, warps, 3, 16 // num_warps, slices)
+                return LaunchConfig(1, block_size, warps, 3, programs_per_sm, slices)
+        block_size = next_power_of_2(n_cols)
     # LayerNorm's two gradients of 16384 columns do not fit into registers: 32 and 40 % of copy.
     spills = centered and n_cols > 12288
     if spills or block_size * itemsize > MAX_BACKWARD_BLOCK * 2:

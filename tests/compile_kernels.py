@@ -130,6 +130,14 @@ def gpu_like(target):
     return config.Gpu(132, shared, overlaps=target.arch >= 90)
 
 
+def programs(kernel, width, dtype, centered, adds, gpu):
+    """How many of a persistent kernel's programs are to run on a multiprocessor."""
+    if kernel.__name__ not in ("norm_backward_kernel", "norm_backward_sliced_kernel"):
+        return {}
+    chosen = launch.backward_config(width, dtype.itemsize, centered, adds, gpu)
+    return {"programs": chosen.programs_per_sm}
+
+
 def sums_by_warps(*arguments):
     chosen = config.backward_config(*arguments)
     return dataclasses.replace(chosen, apart=chosen.slices > 1)
@@ -170,6 +178,7 @@ def main():
                             "width": width, "operator": operator, "warps": flags["num_warps"],
                             "sliced": meta.get("SLICE_COLS", width) < width,
                             "shared": compiled.metadata.shared, **resources(compiled, backend),
+                            **programs(kernel, width, DTYPES[dtype], centered, adds, gpu),
                         }  # fmt: skip
                         print(json.dumps(report), flush=True)
     return 0

@@ -356,17 +356,20 @@ def test_only_layer_norms_widest_blocks_are_walked_over_in_chunks(monkeypatch):
     config = pytest.importorskip("fusedops.kernels.config")
     launch = pytest.importorskip("fusedops.kernels.launch")
     monkeypatch.setattr(config, "NVIDIA", True)
-    choose, gpu = config.forward_config.__wrapped__, config.Gpu(132)
+    choose, h200 = config.forward_config.__wrapped__, config.Gpu(132, 227 * 1024)
 
-    def chunks(n_cols, itemsize=2, centered=True, adds=False):
+    def chunks(n_cols, itemsize=2, centered=True, adds=False, gpu=h200):
         return launch.is_looped(choose(n_cols, itemsize, centered, adds, gpu), n_cols)
 
     assert chunks(16384)
     assert chunks(32768)
-    assert not any(map(chunks, (8192, 12288, 14336, 16400, 20480, 65536)))
+    assert not any(map(chunks, (8192, 12288, 14336, 16400, 20480, 24576, 65536)))
     assert not any(chunks(n, 4) for n in (8192, 12288, 16384))
     assert not chunks(16384, centered=False)
     assert not chunks(16384, adds=True)
+    assert not chunks(32768, gpu=config.Gpu(132))  # of 1536 threads a multiprocessor
+    monkeypatch.setattr(config, "NVIDIA", False)
+    assert not chunks(16384)
 
 
 @pytest.mark.parametrize("shape", [(3000,), (5, 11, 40), (3, 1, 5, 3, 48)], ids=str)
