@@ -140,18 +140,21 @@ def backward_candidates(width):
             yield one
             if each <= 40:
                 yield dataclasses.replace(one, packed=False)
-    if width < 12288:
+    if width < 5120:
         return
     for block, warps, programs_per_sm in (
         (1024, 2, 8), (2048, 2, 4), (2048, 4, 3), (2048, 4, 4), (2048, 8, 2), (4096, 8, 2),
         (4096, 4, 2), (8192, 8, 1),
     ):  # fmt: skip
         slices = triton.cdiv(width, block)
-        if 1 < slices <= config.MAX_SLICES:
+        # Of shorter rows whole blocks only, and without a wait among the warps, or one is better.
+        suits = width >= 12288 or slices * block == width
+        if suits and 1 < slices <= config.MAX_SLICES:
             for stages in (3, 4):
                 one = config.LaunchConfig(1, block, warps, stages, programs_per_sm, slices)
-                yield one
-                if slices * warps <= 32:  # one message for each thread of a warp that receives them
+                if width >= 12288:
+                    yield one
+                if slices * warps <= 32:  # a message for each thread of the warp that receives them
                     yield dataclasses.replace(one, apart=True)
 
 
